@@ -20,12 +20,22 @@ from typing import Any
 
 import optuna
 
-from optuna_fleet import Checkpoints
-from optuna_fleet.events import Abort, Ending, Event, Instruction, RankEnded, Requeue, WidthLimited
+from optuna_fleet import Checkpoints, FleetConfigError, TrialError
+from optuna_fleet.events import (
+    Abort,
+    Ending,
+    Event,
+    GiveUp,
+    Instruction,
+    RankEnded,
+    Requeue,
+    WidthLimited,
+)
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
 
 NUM_DEVICES = 4
+MAX_RESTARTS = 4
 
 _DEATH = "died: signal SIGKILL"
 
@@ -57,6 +67,8 @@ def moment(trial: Any) -> None:
     if not (_plan.within or _plan.kills):
         return
     now = trial.state["moment"] = trial.state.get("moment", -1) + 1
+    if _plan.kills:
+        trial.sum(0)  # or others might be as far as the next death
     flag = _plan.folder / f"{now}"
     if _plan.kills.get(now) == trial.rank and not flag.exists():
         flag.touch()
@@ -92,6 +104,7 @@ class _Controller(ScriptedController):
         super().__post_init__()
         self._begun: dict[int, int] = {}  # with how many epochs, run by run
         self._too_wide: set[int] = set()
+        self._losses = 0
 
     def _take(self, event: Event) -> list[Instruction]:
         if isinstance(event, WidthLimited) and event.run_id in self._flying:
@@ -121,6 +134,10 @@ class _Controller(ScriptedController):
         if run_id in self._flying or not (is_lost or run_id in self._too_wide):
             return instructions
         if is_lost:
+            self._losses += 1
+            if self._losses > MAX_RESTARTS:
+                self._live.discard(number)
+                return [GiveUp(number=number, run_id=run_id, restarts=MAX_RESTARTS)]
             self._legs[number].insert(0, leg)
         self._epochs[number] = self._begun[run_id]
         self._live.add(number)
@@ -297,7 +314,7 @@ class Lab:
         self,
         objective: Callable[[Any], Any],
         *names: str,
-        widths: Sequence[Width] | None = (1, 3),
+        widths: Sequence[Width] = (1, 3),
         most: int = 1,
         rel: float = 1e-8,
         absolute: float = 1e-10,
@@ -306,7 +323,7 @@ class Lab:
         flown = self.fly(objective, widths)
         if flown.error is not None:
             raise flown.error
-        assert flown.widths[-1] <= most
+        assert flown.widths[-1] <= most, f"on {flown.widths} devices: {flown.told}"
         _compare_words(flown.told, names)
         _compare(flown, self.undisturbed(objective), rel, absolute)
         return flown
@@ -320,6 +337,41 @@ class Lab:
         assert flown.trial.state is optuna.trial.TrialState.FAIL
         for name in names:
             assert name in str(flown.error)
+        return flown
+
+    def comes_to(
+        self,
+        outcomes: Collection[str],
+        objective: Callable[[Any], Any],
+        *names: str,
+        widths: Sequence[Width] = (1, 3),
+    ) -> Flown:
+        """It ends in one of these ways, with these names in what is told of it, or in its error.
+
+        Args:
+            outcomes: "exact": right, and nothing is told; "one device": right, there in the end,
+                and told once; "refused": it fails with an error that is about the objective.
+            objective: See `fly`, as for `widths`.
+            names: What the user must read.
+        """
+        flown = self.fly(objective, widths)
+        about = [line for line in flown.told.splitlines() if "Trial 0" in line]
+        if flown.error is not None:
+            assert "refused" in outcomes, f"it failed: {flown.error!r}"
+            assert isinstance(flown.error, (TrialError, FleetConfigError)), repr(flown.error)
+            words = str(flown.error)
+        elif about:
+            assert "one device" in outcomes, f"told that {about}"
+            assert flown.widths[-1] == 1, f"told, but on {flown.widths} devices: {about}"
+            assert len(about) == 1, f"told {len(about)} times: {about}"
+            words = about[0]
+        else:
+            assert "exact" in outcomes, f"nothing told on {flown.widths} devices"
+            assert flown.widths == [len(devices) for devices in _devices(widths)]
+            words, names = "", ()
+        assert all(name in words for name in names), f"{names} not in: {words}"
+        if flown.error is None:
+            _compare(flown, self.undisturbed(objective), 1e-8, 1e-10)
         return flown
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from optuna_fleet import SharedPipeline
 from tests.behaviour.small import Noise, evaluate
@@ -60,6 +61,44 @@ class Numbered(Noise):
         return super().__getitem__(index)[0], index
 
 
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows with a class, and their own number; or each of so many is None."""
+
+    def __init__(self, size: int, *, none_of: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(size)
+        self.rows = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+        classes = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
+        self.classes = (self.rows @ classes).argmax(1)
+        self.none_of = none_of
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.none_of and index % self.none_of == 0:
+            return None
+        return self.rows[index], self.classes[index], index
+
+
+def without_none(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def without_outliers(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if abs(sample[0][0]) < 1])
+
+
+def some_twice(samples: list[Any]) -> Any:
+    return default_collate([*samples, *(sample for sample in samples if sample[1] == 0)])
+
+
+COLLATES = {
+    "train_none": without_none,
+    "train_outliers": without_outliers,
+    "train_twice": some_twice,
+}
+
+
 def usual_pipeline() -> SharedPipeline:
     """By tens and sevens the last batches are one sample or two: fewer than three ranks."""
     return SharedPipeline(
@@ -68,7 +107,13 @@ def usual_pipeline() -> SharedPipeline:
         train_odd=Noise(41, augment=True),
         train_text=Sentences(42),
         train_numbered=Numbered(41, augment=True),
+        train_rows=Rows(101),
+        train_none=Rows(64, none_of=3),
+        train_outliers=Rows(64),
+        train_twice=Rows(64),
         val=Noise(20),
+        val_rows=Rows(40),
+        collate_fn=COLLATES,
     )
 
 

@@ -1,0 +1,907 @@
+"""What was once wrong on several devices without a word: now exact, or told, or refused.
+
+Each kind has cases as they were met and others of that kind; the table says how each must end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.behaviour.parts import note
+from tests.behaviour.words import pytestmark  # noqa: F401
+
+EPOCHS = 3
+EXACT, ONE, REFUSED = "exact", "one device", "refused"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An objective, how it may end, and what the user must read if it is not exact."""
+
+    objective: Callable[[Any], Any]
+    outcomes: Sequence[str]
+    names: Sequence[str] = ()
+    widths: Sequence[Any] = (2, 3)
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    *outcomes: str, names: Sequence[str] = (), widths: Sequence[Any] = (2, 3)
+) -> Callable[[Any], Any]:
+    def enter(objective: Any) -> Any:
+        CASES[objective.__name__] = Case(objective, outcomes, names, widths)
+        return objective
+
+    return enter
+
+
+# -- what they share ------------------------------------------------------------------------------
+
+
+def linear(inputs: int = 6, outputs: int = 6, **options: Any) -> nn.Linear:
+    return nn.Linear(inputs, outputs, **options).double()
+
+
+def sgd(*modules: nn.Module, lr: float = 0.3) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=lr)
+
+
+def trains(
+    trial: Any,
+    modules: Sequence[nn.Module],
+    loss_of: Callable[..., Tensor],
+    *,
+    data: str = "train_rows",
+    batch_size: int = 16,
+    drop_last: bool = False,
+) -> None:
+    """The plain loop around a loss of rows, classes and numbers; notes losses and weights."""
+    optimizer = sgd(*modules)
+    trial.prepare(*modules, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        for batch in trial.batches(data, batch_size, drop_last=drop_last):
+            loss = loss_of(*batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            note(trial, loss)
+    note_weights(trial, *modules)
+
+
+def note_weights(trial: Any, *modules: nn.Module) -> None:
+    weights = [v.double().tolist() for m in modules for v in m.state_dict().values()]
+    trial.set_user_attr("weights", weights)
+
+
+def begin() -> None:
+    torch.manual_seed(0)
+
+
+# -- several prepared modules, some of which a rank leaves out ------------------------------------
+
+
+class Rare(nn.Module):
+    """A layer of its own for a few of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = linear(bias=False), linear(bias=False)
+
+    def forward(self, hidden: Tensor, is_rare: Tensor) -> Tensor:
+        outputs = self.usual(hidden)
+        if is_rare.any():
+            outputs = outputs.clone()
+            outputs[is_rare] = outputs[is_rare] + self.rare(hidden[is_rare])
+        return outputs
+
+
+@case(EXACT)
+def an_encoder_and_a_head_with_a_branch_on_the_data(trial: Any) -> None:
+    begin()
+    encoder, head = nn.Sequential(linear(bias=False), nn.Tanh(), linear(bias=False)), Rare()
+    trains(
+        trial,
+        [encoder, head],
+        lambda x, y, _: F.cross_entropy(head(encoder(x), x[:, 0] > 1.3), y),
+    )
+
+
+def two_heads(num_classes: int) -> Any:
+    """A rank without a sample of a task leaves its head out."""
+
+    def objective(trial: Any) -> None:
+        begin()
+        body, one, other = linear(), linear(), linear(6, num_classes)
+
+        def loss_of(x: Tensor, y: Tensor, number: Tensor) -> Tensor:
+            hidden, is_other = body(x), number % 16 == 5
+            losses = F.cross_entropy(one(hidden[~is_other]), y[~is_other], reduction="sum")
+            if is_other.any():
+                outputs = other(hidden[is_other])
+                losses = losses + F.cross_entropy(outputs, y[is_other], reduction="sum")
+            return losses / len(x)
+
+        trains(trial, [body, one, other], loss_of)
+
+    return objective
+
+
+CASES["two heads of equal size"] = Case(two_heads(6), [EXACT])
+CASES["two heads of unlike sizes"] = Case(two_heads(3), [EXACT])
+
+
+@case(EXACT)
+def experts_that_are_prepared_one_by_one(trial: Any) -> None:
+    begin()
+    gate, experts = linear(6, 4), [linear(6, 3) for _ in range(4)]
+
+    def loss_of(x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+        chances = gate(x).softmax(1)
+        chosen = chances.argmax(1)
+        losses = x.new_zeros(len(x))
+        for number, expert in enumerate(experts):
+            mine = chosen == number
+            if mine.any():
+                outputs = expert(x[mine]) * chances[mine, number, None]
+                each = F.cross_entropy(outputs, y[mine], reduction="none")
+                losses = losses.masked_scatter(mine, each)
+        return losses.mean()
+
+    trains(trial, [gate, *experts], loss_of)
+
+
+@case(EXACT)
+def modules_in_the_order_that_the_data_say(trial: Any) -> None:
+    """Ranks use the same modules, but one first or the other."""
+    begin()
+    first, second = linear(bias=False), linear(bias=False)
+
+    def loss_of(x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+        order = (first, second) if x[0, 0] > 0 else (second, first)
+        parts = [F.cross_entropy(module(x), y) for module in order]
+        return parts[0] + parts[1]
+
+    trains(trial, [first, second], loss_of)
+
+
+@case(EXACT)
+def a_head_with_an_optimizer_of_its_own(trial: Any) -> None:
+    begin()
+    body, head, extra = linear(), linear(6, 3), linear(6, 3, bias=False)
+    main, other = sgd(body, head), sgd(extra)
+    trial.prepare(body, head, extra, main, other)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_rows", 16):
+            hidden, is_rare = body(x), x[:, 1] > 1.5
+            main.zero_grad()
+            other.zero_grad()
+            loss = F.cross_entropy(head(hidden), y)
+            if is_rare.any():
+                loss = loss + extra(hidden[is_rare]).square().sum() / len(x)
+            loss.backward()
+            main.step()
+            other.step()
+            note(trial, loss)
+    note_weights(trial, body, head, extra)
+
+
+@case(EXACT, ONE, REFUSED)
+def a_head_with_batchnorm_that_a_rank_leaves_out(trial: Any) -> None:
+    begin()
+    body, head = linear(), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    plain = linear(6, 3)
+
+    def loss_of(x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+        hidden, is_rare = body(x), x[:, 0] > 0.9
+        losses = F.cross_entropy(plain(hidden), y)
+        if is_rare.sum() > 1:
+            losses = losses + head(hidden[is_rare]).square().sum() / len(x)
+        return losses
+
+    trains(trial, [body, head, plain], loss_of)
+
+
+# -- freezing between forward and backward --------------------------------------------------------
+
+
+def freezes(after: Callable[[nn.Module, nn.Module], Any]) -> Any:
+    def objective(trial: Any) -> None:
+        begin()
+        first, second = linear(), linear(6, 3)
+        optimizer = sgd(first, second)
+        trial.prepare(first, second, optimizer)
+        for epoch in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_rows", 16):
+                first.requires_grad_(epoch != 1)
+                second.requires_grad_(True)
+                loss = F.cross_entropy(second(torch.tanh(first(x))), y)
+                optimizer.zero_grad()
+                after(first, second)
+                loss.backward()
+                optimizer.step()
+                note(trial, loss)
+        note_weights(trial, first, second)
+
+    return objective
+
+
+CASES |= {
+    "freezes the first": Case(freezes(lambda a, b: a.requires_grad_(False)), [EXACT]),
+    "freezes the last": Case(freezes(lambda a, b: b.requires_grad_(False)), [EXACT]),
+    "thaws": Case(freezes(lambda a, b: a.requires_grad_(True)), [EXACT]),
+    "freezes a bias": Case(freezes(lambda a, b: b.bias.requires_grad_(False)), [EXACT]),
+}
+
+
+@case(EXACT)
+def a_critic_is_frozen_while_the_generator_trains(trial: Any) -> None:
+    begin()
+    maker, critic = linear(), linear(6, 1)
+    making, judging = sgd(maker, lr=0.05), sgd(critic, lr=0.05)
+    trial.prepare(maker, critic, making, judging)
+    judge = F.binary_cross_entropy_with_logits
+    for _ in trial.epochs(EPOCHS):
+        for x, _, _ in trial.batches("train_rows", 16):
+            made, ones = maker(x.flip(1)), x.new_ones(len(x), 1)
+            critic.requires_grad_(True)
+            loss = judge(critic(x), ones) + judge(critic(made.detach()), 0 * ones)
+            judging.zero_grad()
+            loss.backward()
+            judging.step()
+            opinion = judge(critic(made), ones)
+            critic.requires_grad_(False)
+            making.zero_grad()
+            opinion.backward()
+            making.step()
+            note(trial, loss)
+            note(trial, opinion)
+    note_weights(trial, maker, critic)
+
+
+# -- sparse gradients -----------------------------------------------------------------------------
+
+
+def embeds(*, num_backwards: int, rarely: bool) -> Any:
+    def objective(trial: Any) -> None:
+        begin()
+        table = nn.Embedding(101, 6, sparse=True, dtype=torch.float64)
+        head = linear(6, 3)
+        optimizer = sgd(table, head)
+        trial.prepare(table, head, optimizer)
+        for _ in trial.epochs(EPOCHS):
+            for x, y, number in trial.batches("train_rows", 16):
+                optimizer.zero_grad()
+                for _ in range(num_backwards):
+                    is_looked_up = number % 8 == 3 if rarely else number >= 0
+                    hidden = x
+                    if is_looked_up.any():
+                        found = table(number[is_looked_up])
+                        hidden = x.index_add(0, is_looked_up.nonzero()[:, 0], found)
+                    loss = F.cross_entropy(head(hidden), y)
+                    loss.backward()
+                optimizer.step()
+                note(trial, loss)
+        note_weights(trial, table, head)
+
+    return objective
+
+
+CASES |= {
+    "embeds": Case(embeds(num_backwards=1, rarely=False), [EXACT]),
+    "embeds what few rows need": Case(embeds(num_backwards=1, rarely=True), [EXACT]),
+    "embeds in two backwards": Case(embeds(num_backwards=2, rarely=True), [EXACT]),
+}
+
+
+# -- several backwards, accumulation --------------------------------------------------------------
+
+
+@case(EXACT)
+def a_backward_for_each_task(trial: Any) -> None:
+    begin()
+    body, one, other = linear(), linear(6, 3), linear(6, 1)
+    optimizer = sgd(body, one, other, lr=0.05)
+    trial.prepare(body, one, other, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_rows", 16):
+            hidden = torch.tanh(body(x))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(one(hidden), y)
+            loss.backward(retain_graph=True)
+            again = (other(hidden)[:, 0] - x.sum(1)).square().mean()
+            again.backward()
+            optimizer.step()
+            note(trial, loss)
+            note(trial, again)
+    note_weights(trial, body, one, other)
+
+
+@case(EXACT)
+def a_second_backward_through_a_part(trial: Any) -> None:
+    """The second one reaches the head only, and on some ranks not even that."""
+    begin()
+    body, head, rare = linear(), linear(6, 3), linear(6, 3)
+    optimizer = sgd(body, head, rare)
+    trial.prepare(body, head, rare, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, number in trial.batches("train_rows", 16):
+            hidden, is_rare = body(x), number % 16 == 7
+            optimizer.zero_grad()
+            loss = F.cross_entropy(head(hidden), y)
+            loss.backward()
+            again = head(hidden.detach()).square().mean()
+            if is_rare.any():
+                again = again + rare(x[is_rare]).square().sum() / len(x)
+            again.backward()
+            optimizer.step()
+            note(trial, loss)
+    note_weights(trial, body, head, rare)
+
+
+@case(EXACT)
+def accumulates_over_batches_of_which_some_need_a_head(trial: Any) -> None:
+    begin()
+    body, head, rare = linear(), linear(6, 3), linear(6, 3)
+    optimizer = sgd(body, head, rare)
+    trial.prepare(body, head, rare, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        batches = trial.batches("train_rows", 16)
+        for k, (x, y, number) in enumerate(batches, 1):
+            hidden, is_rare = body(x), number % 16 == 7
+            loss = F.cross_entropy(head(hidden), y)
+            if is_rare.any():
+                loss = loss + rare(hidden[is_rare]).square().sum() / len(x)
+            (loss / 3).backward()
+            note(trial, loss)
+            if k % 3 == 0 or k == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+    note_weights(trial, body, head, rare)
+
+
+# -- optimizers that compare losses of their own --------------------------------------------------
+
+
+class Backtracking(torch.optim.Optimizer):
+    """Takes the longest of some steps along the gradient that makes the loss smaller."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            before = closure().item()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        ways = [-p.grad for p in parameters]
+        length = 8.0
+        for parameter, way in zip(parameters, ways, strict=True):
+            parameter.add_(way, alpha=length)
+        for _ in range(6):
+            with torch.enable_grad():
+                if closure().item() < before:
+                    break
+            for parameter, way in zip(parameters, ways, strict=True):
+                parameter.add_(way, alpha=-length / 2)
+            length /= 2
+        return before
+
+
+def compares_losses(make: Callable[..., torch.optim.Optimizer]) -> Any:
+    def objective(trial: Any) -> None:
+        begin()
+        model = nn.Sequential(linear(6, 8), nn.Tanh(), linear(8, 3))
+        optimizer = make(model.parameters())
+        trial.prepare(model, optimizer)
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_rows", 32):
+
+                def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+                with torch.no_grad():
+                    note(trial, F.cross_entropy(model(x), y))
+        note_weights(trial, model)
+
+    return objective
+
+
+def _lbfgs(**options: Any) -> Any:
+    return lambda parameters: torch.optim.LBFGS(parameters, max_iter=8, **options)
+
+
+CASES |= {
+    "LBFGS with a line search": Case(
+        compares_losses(_lbfgs(line_search_fn="strong_wolfe")), [ONE, REFUSED], ["LBFGS"]
+    ),
+    "LBFGS without one": Case(compares_losses(_lbfgs()), [ONE, REFUSED], ["LBFGS"]),
+    "an optimizer that backtracks": Case(
+        compares_losses(Backtracking), [ONE, REFUSED], ["Backtracking"]
+    ),
+}
+
+
+# -- wrappers for several devices that were left in -----------------------------------------------
+
+
+def wraps(wrapper: str, when: str) -> Any:
+    def wrap(module: nn.Module) -> Any:
+        return getattr(nn.parallel, wrapper)(module)
+
+    def objective(trial: Any) -> None:
+        begin()
+        model: Any = nn.Sequential(linear(), nn.Tanh(), linear(6, 3))
+        if when == "before":
+            model = wrap(model)
+        optimizer = sgd(model)
+        trial.prepare(model, optimizer)
+        if when == "after":
+            model = wrap(model)
+        if when == "within":
+            model[0] = wrap(model[0])
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_rows", 16):
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                note(trial, loss)
+        note_weights(trial, model)
+
+    return objective
+
+
+CASES |= {
+    f"{wrapper} {when} prepare": Case(wraps(wrapper, when), [REFUSED], [wrapper], [2])
+    for wrapper in ("DistributedDataParallel", "DataParallel")
+    for when in ("before", "after", "within")
+}
+
+
+# -- rows that a collate_fn drops or adds ---------------------------------------------------------
+
+
+def collates(data: str) -> Any:
+    def objective(trial: Any) -> None:
+        begin()
+        model = linear(6, 3)
+        trains(trial, [model], lambda x, y, _: F.cross_entropy(model(x), y), data=data)
+
+    return objective
+
+
+CASES |= {
+    "samples that are None are left out": Case(collates("train_none"), [EXACT, ONE]),
+    "outliers are left out": Case(collates("train_outliers"), [EXACT, ONE]),
+    "some samples are there twice": Case(collates("train_twice"), [EXACT, ONE]),
+}
+
+
+# -- batches of unlike pattern since the last reduction -------------------------------------------
+
+
+@case(ONE, names=["drop_last", "trial.weighted"], widths=(1, 3))
+def keeps_copies_of_a_whole_pass(trial: Any) -> None:
+    begin()
+    model = linear(6, 3)
+    optimizer = sgd(model)
+    trial.prepare(model, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        for x, y in [(x.clone(), y.clone()) for x, y, _ in trial.batches("train_rows", 16)]:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    note_weights(trial, model)
+
+
+@case(ONE, names=["drop_last", "trial.weighted"], widths=(1, 3))
+def fetches_one_ahead_and_changes_it(trial: Any) -> None:
+    begin()
+    model = linear(6, 3)
+    optimizer = sgd(model)
+    trial.prepare(model, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        batches = iter(trial.batches("train_rows", 16))
+        ahead = next(batches, None)
+        while ahead is not None:
+            (x, y, _), ahead = ahead, next(batches, None)
+            loss = F.cross_entropy(model(2 * x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    note_weights(trial, model)
+
+
+@case(ONE, names=["drop_last", "trial.weighted"], widths=(1, 3))
+def one_loss_of_two_streams(trial: Any) -> None:
+    begin()
+    model = linear(6, 3)
+    optimizer = sgd(model)
+    trial.prepare(model, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        streams = (trial.batches("train_rows", size, drop_last=True) for size in (10, 7))
+        for (x, y, _), (more, _, _) in zip(*streams, strict=False):
+            outputs = model(torch.cat([x, more]))
+            loss = F.cross_entropy(outputs[: len(x)], y) + outputs.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    note_weights(trial, model)
+
+
+# -- batch normalisation --------------------------------------------------------------------------
+
+
+def freezes_norms(is_norm: Callable[[nn.Module], bool]) -> Any:
+    """As a backbone's statistics are kept; called before each epoch."""
+
+    def objective(trial: Any) -> None:
+        begin()
+        model = nn.Sequential(linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), linear(8, 3)).double()
+        model[1].running_mean.fill_(0.3)
+        optimizer = sgd(model, lr=0.1)
+        trial.prepare(model, optimizer)
+        for _ in trial.epochs(EPOCHS):
+            model.train()
+            for layer in model.modules():
+                if is_norm(layer):
+                    layer.eval()
+            for x, y, _ in trial.batches("train_rows", 16):
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                note(trial, loss)
+        note_weights(trial, model)
+
+    return objective
+
+
+CASES |= {
+    "norms are frozen by exact type": Case(
+        freezes_norms(lambda layer: type(layer) is nn.BatchNorm1d), [EXACT]
+    ),
+    "norms are frozen by class": Case(
+        freezes_norms(lambda layer: layer.__class__ in {nn.BatchNorm1d, nn.BatchNorm2d}), [EXACT]
+    ),
+    "norms are frozen by the name of their class": Case(
+        freezes_norms(lambda layer: type(layer).__name__ == "BatchNorm1d"), [EXACT]
+    ),
+}
+
+
+class OwnNorm(nn.Module):
+    """Calls the function, with statistics of its own or none."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.register_buffer("mean", torch.zeros(6).double())
+        self.register_buffer("var", torch.ones(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.keeps:
+            return F.batch_norm(x, None, None, training=True)
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+class NormByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
+
+
+def normalises(make: Callable[[], nn.Module]) -> Any:
+    def objective(trial: Any) -> None:
+        begin()
+        model = nn.Sequential(linear(), make(), linear(6, 3))
+        trains(trial, [model], lambda x, y, _: F.cross_entropy(model(x), y), drop_last=True)
+
+    return objective
+
+
+CASES |= {
+    "F.batch_norm by hand": Case(normalises(lambda: OwnNorm(keeps=True)), [ONE], (), (1, 3)),
+    "F.batch_norm without statistics": Case(
+        normalises(lambda: OwnNorm(keeps=False)), [ONE], (), (1, 3)
+    ),
+    "a norm by hand": Case(normalises(NormByHand), [ONE], (), (1, 3)),
+}
+
+
+# -- buffers that follow the data -----------------------------------------------------------------
+
+
+class Codebook(nn.Module):
+    """As in a VQ-VAE: a moving average of what was assigned to each code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randn(8, 6, dtype=torch.float64)
+        self.register_buffer("codes", codes)
+        self.register_buffer("sums", codes.clone())
+        self.register_buffer("sizes", torch.ones(8).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.cdist(x, self.codes).argmin(1)
+        found = self.codes[chosen]
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(chosen, 8).double()
+                self.sizes.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.sums.mul_(0.9).add_(hot.T @ x, alpha=0.1)
+                self.codes.copy_(self.sums / self.sizes[:, None])
+        return x + (found - x).detach()
+
+
+class Queue(nn.Module):
+    """As in MoCo: the last outputs, to which new ones are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", F.normalize(torch.randn(32, 6).double(), dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.last.clone()
+        with torch.no_grad():
+            self.last.copy_(torch.cat([F.normalize(x, dim=1), last])[:32])
+        return x + F.normalize(x, dim=1) @ last.T @ last
+
+
+class Centre(nn.Module):
+    """As in DINO: the moving mean of a teacher's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = x - self.centre
+        with torch.no_grad():
+            self.centre.lerp_(x.mean(0), 0.3)
+        return outputs
+
+
+class Prototypes(nn.Module):
+    """One moving mean for each sign of the first feature; a branch on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(2, 6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        kinds = (x[:, 0] > 0).long()
+        outputs = x - self.means[kinds]
+        with torch.no_grad():
+            for kind in range(2):
+                if (kinds == kind).any():
+                    self.means[kind].lerp_(x[kinds == kind].mean(0), 0.2)
+        return outputs
+
+
+class Widest(nn.Module):
+    """The largest value seen so far, as for quantised training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.largest.mul_(0.9).add_(0.1 * x.abs().max())
+        return x / self.largest
+
+
+def keeps(make: Callable[[], nn.Module]) -> Any:
+    def objective(trial: Any) -> None:
+        begin()
+        model = nn.Sequential(linear(), make(), linear(6, 3))
+        trains(trial, [model], lambda x, y, _: F.cross_entropy(model(x), y))
+
+    return objective
+
+
+CASES |= {
+    f"a buffer that follows the data: {make.__name__}, {widths}": Case(
+        keeps(make), [ONE], (), widths
+    )
+    for make, widths in (
+        (Codebook, (1, 3)),
+        (Codebook, (3,)),
+        (Codebook, (1, 1, 3)),  # the last epoch is compared as well
+        (Queue, (1, 2)),
+        (Centre, (1, 3)),
+        (Prototypes, (2, 3)),
+        (Widest, (1, 3)),
+    )
+}
+
+
+# -- what is kept for each sample -----------------------------------------------------------------
+
+
+def remembers(make: Callable[[], Any], change: Callable[[Any, Any, Any], None]) -> Any:
+    """Outputs are drawn to what is kept of the same rows from the epochs before."""
+
+    def objective(trial: Any) -> None:
+        begin()
+        model = linear(6, 3)
+        kept = trial.state.setdefault("kept", make())
+
+        def loss_of(x: Tensor, y: Tensor, number: Tensor) -> Tensor:
+            outputs = model(x)
+            chances = outputs.softmax(1)
+            change(kept, number, chances.detach())
+            before = torch.stack([torch.as_tensor(kept[int(n)]).double() for n in number])
+            return F.cross_entropy(outputs, y) + 3 * (before - chances).square().sum(1).mean()
+
+        trains(trial, [model], loss_of)
+
+    return objective
+
+
+def _in_table(table: Any, number: Tensor, chances: Tensor) -> None:
+    table[number] = 0.7 * table[number] + 0.3 * chances
+
+
+def _in_dict(table: Any, number: Tensor, chances: Tensor) -> None:
+    for n, row in zip(number.tolist(), chances, strict=True):
+        table[n] = [0.7 * a + 0.3 * b for a, b in zip(table[n], row.tolist(), strict=True)]
+
+
+def _in_list(table: Any, number: Tensor, chances: Tensor) -> None:
+    for n, row in zip(number.tolist(), chances, strict=True):
+        table[n] = 0.7 * table[n] + 0.3 * row
+
+
+CASES |= {
+    "a table per sample in trial.state": Case(
+        remembers(lambda: torch.zeros(101, 3).double(), _in_table), [ONE], ["trial.state"]
+    ),
+    "numbers per sample in a dict": Case(
+        remembers(lambda: {n: [0.0] * 3 for n in range(101)}, _in_dict), [ONE], ["trial.state"]
+    ),
+    "tensors per sample in a list": Case(
+        remembers(lambda: [torch.zeros(3).double() for _ in range(101)], _in_list),
+        [ONE],
+        ["trial.state"],
+    ),
+}
+
+
+# -- gradients by hand ----------------------------------------------------------------------------
+
+
+def sets_gradients(grads_of: Callable[[list[Tensor], list[Any]], list[Tensor]]) -> Any:
+    """Two tasks, whose gradients are put into `p.grad`."""
+
+    def objective(trial: Any) -> None:
+        begin()
+        body, one, other = linear(), linear(6, 3), linear(6, 1)
+        parameters = [p for m in (body, one, other) for p in m.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.05)
+        trial.prepare(body, one, other, optimizer)
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_rows", 16):
+                hidden = torch.relu(body(x))
+                losses = [
+                    F.cross_entropy(one(hidden), y),
+                    (other(hidden)[:, 0] - x.sum(1)).square().mean(),
+                ]
+                for p, grad in zip(parameters, grads_of(losses, parameters), strict=True):
+                    p.grad = grad
+                optimizer.step()
+        note_weights(trial, body, one, other)
+
+    return objective
+
+
+def _flat(loss: Tensor, parameters: list[Any]) -> Tensor:
+    grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    pairs = zip(parameters, grads, strict=True)
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in pairs]
+    )
+
+
+def _cut(flat: Tensor, parameters: list[Any]) -> list[Tensor]:
+    sizes = [p.numel() for p in parameters]
+    return [part.view_as(p).clone() for part, p in zip(flat.split(sizes), parameters, strict=True)]
+
+
+def projected(losses: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+    """PCGrad."""
+    one, other = (_flat(loss, parameters) for loss in losses)
+    dot = one @ other
+    if dot < 0:
+        one, other = one - dot / (other @ other) * other, other - dot / (one @ one) * one
+    return _cut(one + other, parameters)
+
+
+def of_unit_norm(losses: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+    flat = [_flat(loss, parameters) for loss in losses]
+    return _cut(sum(grad / grad.norm() for grad in flat), parameters)
+
+
+def of_a_sum(losses: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+    return _cut(_flat(losses[0] + losses[1], parameters), parameters)
+
+
+CASES |= {
+    f"gradients by hand: {grads_of.__name__}": Case(sets_gradients(grads_of), [ONE], (), widths)
+    for grads_of, widths in ((projected, (1, 3)), (of_unit_norm, (2,)), (of_a_sum, (1, 1, 2)))
+}
+
+
+# -- tensors of trial.state are the same objects after a move -------------------------------------
+
+
+def aliases(where: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Any:
+    """Changes in place what it has taken from its state before the loop, on all ranks alike."""
+
+    def objective(trial: Any) -> None:
+        begin()
+        model = linear(6, 3)
+        held, key = where(trial.state)
+        table = held[key]
+        optimizer = sgd(model)
+        trial.prepare(model, optimizer)
+        for _ in trial.epochs(4):
+            for x, y, _ in trial.batches("train_rows", 16):
+                loss = F.cross_entropy(model(x) - table, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                table += 0.1 * note(trial, loss)
+            trial.state["seen"].append(held[key].tolist())
+
+    return objective
+
+
+def _zeros() -> Tensor:
+    return torch.zeros(3, dtype=torch.float64)
+
+
+def _at_the_top(state: Any) -> tuple[Any, Any]:
+    state.setdefault("table", _zeros())
+    return state, "table"
+
+
+def _in_a_dict(state: Any) -> tuple[Any, Any]:
+    return state.setdefault("tables", {"a": {"b": _zeros()}})["a"], "b"
+
+
+def _in_a_tuple_in_a_list(state: Any) -> tuple[Any, Any]:
+    return state.setdefault("tables", [(1, _zeros())])[0], 1
+
+
+CASES |= {
+    f"a tensor of trial.state {where.__name__[1:]}": Case(aliases(where), [EXACT], (), widths)
+    for where, widths in (
+        (_at_the_top, [1, 1, 1, 1]),
+        (_in_a_dict, [1, 3, 2]),
+        (_in_a_tuple_in_a_list, [3, 1, 3, 1]),
+    )
+}
+
+
+# -- the test ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_right_or_told(lab: Any, name: str) -> None:
+    case = CASES[name]
+    lab.comes_to(case.outcomes, case.objective, *case.names, widths=case.widths)
