@@ -62,7 +62,12 @@ class Bounds:
 def stay_alone(session: Session, why: str) -> None:
     """The trial, which is on one device, is never to have more."""
     session.send(WidthLimited(run_id=session.run.run_id, max_devices=1))
-    session.warn(why)
+    session.remark([_key(session.run)], why)
+
+
+def _key(run: RunTrial) -> str:
+    """Why a trial has few devices is told of once, wherever it is found again."""
+    return f"trial {run.number} is too wide"
 
 
 def go_on_with_fewer(session: Session, bounds: Bounds, why: str, max_devices: int) -> None:
@@ -80,7 +85,7 @@ def go_on_with_fewer(session: Session, bounds: Bounds, why: str, max_devices: in
     session.send(WidthLimited(run_id=run.run_id, max_devices=max_devices))
     remark = Remark(
         run_id=run.run_id,
-        keys=(f"trial {run.number} is too wide",),
+        keys=(_key(run),),
         text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
     )
     session.send(remark)  # whichever rank finds it

@@ -169,6 +169,9 @@ def _restored(held: Any, value: Any, written: set[int]) -> Any:
 
     Memory is `written` to once: what shares it now may have had its own when it was saved.
     """
+    if type(held) is type(value) is tuple:
+        pairs = itertools.zip_longest(held[: len(value)], value)
+        return tuple(_restored(own, one, written) for own, one in pairs)
     if type(held) is not type(value) or not isinstance(value, (list, dict, set, torch.Tensor)):
         return value
     if (memory := _memory_of(held)) in written:

@@ -1,4 +1,4 @@
-"""Whether a batch has as many rows as this rank's part of it has samples.
+"""Whether a batch has a row for each sample of this rank's part of it.
 
 A rank's gradients are weighed by its samples. A ``collate_fn`` that leaves some out, those that
 are None for want of a readable file, say, makes the loss a mean over fewer.
@@ -13,11 +13,11 @@ from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.widths import stay_alone
 
-_DROPS = (
-    "The collate_fn of data set '{name}' leaves samples out: devices would weigh their parts of a "
-    "batch by more samples than are in them. So that its results do not depend on the number of "
-    "devices, the trial trains on one. Leave such samples out of the data set instead, or of "
-    "what a `sampler` gives."
+_OTHER_ROWS = (
+    "The collate_fn of data set '{name}' makes other rows than one for each sample: devices would "
+    "weigh their parts of a batch by samples that are not in them. So that its results do not "
+    "depend on the number of devices, the trial trains on one. Leave samples out of the data set "
+    "instead, or of what a `sampler` gives."
 )
 
 
@@ -38,16 +38,15 @@ class Rows:
             size: How many samples that has; 0 for a padding sample.
 
         Raises:
-            TrialError: Some were left out, and the trial is on several devices.
+            TrialError: It has other rows, and the trial is on several devices.
         """
         assert self._spec is not None
         if self._is_known or size == 0 or self._spec.dataset(name).collate is None:
             return
-        lengths = lengths_in(data)
-        if size in lengths or max(lengths, default=size) > size:
+        if size in (lengths_in(data) or {size}):
             return
         run, self._is_known = self._parts.run, True
         if run.world_size > 1:
-            raise self._parts.weights.too_wide(_DROPS.format(name=name))
+            raise self._parts.weights.too_wide(_OTHER_ROWS.format(name=name))
         if run.num_devices > 1:
-            stay_alone(self._parts.session, _DROPS.format(name=name))
+            stay_alone(self._parts.session, _OTHER_ROWS.format(name=name))
