@@ -174,7 +174,8 @@ class RunRecord:
     @property
     def cause(self) -> str:
         """Why ranks were lost, in words."""
-        consequences = [] if self.has_died else self._disconnections()
+        is_known = self.has_died or any(ended.ending is Ending.RAISED for ended in self.ended)
+        consequences = [] if is_known else self._disconnections()
         return "; ".join([*self.causes, *consequences])
 
     def _disconnections(self) -> list[str]:
