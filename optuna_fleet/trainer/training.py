@@ -216,6 +216,14 @@ class Training:
         size = self._weights.present.local_size
         return size if self._split_check is None else self._split_check.size(size)
 
+    def num_samples(self, name: str) -> int:
+        """See `FleetTrial.num_samples`."""
+        return self._loader.num_samples(name)
+
+    def give_whole_batches(self, is_whole: bool) -> None:
+        """See `FleetTrial.give_whole_batches`."""
+        self._loader.gives_whole_batches = is_whole
+
     # -- prepare ----------------------------------------------------------------------------------
 
     def prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.trainer.remote_trial import RemoteTrial
@@ -13,7 +13,8 @@ from optuna_fleet.trainer.session import Session
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.data.shard_loader import Shards
+    from optuna_fleet.trainer.data.shards import Shards
+    from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
     from optuna_fleet.trainer.training import Training
@@ -290,6 +291,45 @@ class FleetTrial(RemoteTrial):
             PreprocessingError: A sample could not be preprocessed.
         """
         return self._training.batches(name, batch_size, drop_last=drop_last, movable=movable)
+
+    # -- for integrations of training frameworks --------------------------------------------------
+
+    @property
+    def prepared(self) -> tuple[Any, ...]:
+        """What was given to `prepare` so far."""
+        return tuple(self._training.parts.objects)
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients wait for the step of some optimizer; a checkpoint then has them."""
+        return self._training.parts.steps.are_pending
+
+    @property
+    def batch_share(self) -> Share:
+        """This rank's part of the batch that was read last."""
+        return self._training.parts.weights.present
+
+    def num_samples(self, name: str) -> int:
+        """Return the number of samples of a data set of the pipeline."""
+        return self._training.num_samples(name)
+
+    def give_whole_batches(self, is_whole: bool) -> None:
+        """Let `batches` give each rank all of a batch from now on, or again its share."""
+        self._training.give_whole_batches(is_whole)
+
+    def stay_on(self, num_devices: int, why: str) -> NoReturn:
+        """Leave the objective: the trial goes on from its last checkpoint, on so many at most.
+
+        Args:
+            num_devices: The most devices that it can use.
+            why: A sentence for the user.
+
+        Raises:
+            TrialError: Always.
+        """
+        raise self._training.parts.weights.too_wide(why, max_devices=num_devices)
+
+    # -- sums over the ranks ----------------------------------------------------------------------
 
     def sum(self, value: Any) -> Any:
         """Return the sum of `value` over the trial's ranks (number, tensor, or dict of these).

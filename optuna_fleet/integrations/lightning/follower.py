@@ -39,7 +39,7 @@ class Follower(Callback):
         """Begin the trial's next epoch; it leaves from here if it has to move."""
         self._logged.check_monitored(trainer)
         epoch = next(self._epochs)  # where it has converged, StopIteration ends Lightning's loop
-        if not self._trial._training.parts.steps.are_pending:
+        if not self._trial.has_pending_gradients:
             pl_module.zero_grad()  # no checkpoint has those, and a step would be another one
         if epoch != trainer.current_epoch:
             raise FleetConfigError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
-from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
-from optuna_fleet.trainer.data.shard_loader import Shards
+from optuna_fleet.trainer.data.shards import Shards
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.trial import FleetTrial
 
@@ -23,11 +22,11 @@ class Logged:
     def check_data(self, trainer: Any) -> None:
         """A rank that has no sample at all logs nothing: others would wait for its metrics."""
         for loader in trainer._evaluation_loop._combined_loader.flattened:
-            if isinstance(loader, Shards) and (most := _most_samples(loader)) < group_size():
-                self._go_on_with_fewer(
+            if isinstance(loader, Shards) and (most := loader.most_samples) < group_size():
+                self._trial.stay_on(
+                    most,
                     f"It is evaluated on batches of {most} at most, so that more devices have "
                     "no sample to log metrics of: give a larger `batch_size` to use more.",
-                    most,
                 )
 
     def merge(self, trainer: Trainer) -> None:
@@ -67,12 +66,12 @@ class Logged:
         unlike = {n for n in set().union(*everyone) if len({each.get(n) for each in everyone}) > 1}
         if unlike:
             names = ", ".join(f"`{name}`" for name in sorted(unlike))
-            self._go_on_with_fewer(
+            self._trial.stay_on(
+                1,
                 f"{names}: monitored by a callback or a scheduler, but not the same on all of the "
                 "trial's devices, as each has logged that of its own samples, at the end of an "
                 "epoch or per step. To use more devices, log it in a step with `on_epoch=True`, "
                 "or log a `Metric` of torchmetrics.",
-                1,
             )
 
     def _tell_again(self, trainer: Any, loaders: set[int | None]) -> None:
@@ -90,23 +89,13 @@ class Logged:
         num_complete = sum(one.keys() == names for one in everyone)
         if num_complete == len(everyone):
             return
-        self._go_on_with_fewer(
-            f"Of {sorted(names)}, some were logged on {num_complete} of the trial's devices only.",
+        self._trial.stay_on(
             max(1, num_complete),
+            f"Of {sorted(names)}, some were logged on {num_complete} of the trial's devices only.",
         )
-
-    def _go_on_with_fewer(self, why: str, num_devices: int) -> NoReturn:
-        self._trial._training.go_on_with_fewer(why, num_devices)
-        raise TrialError(why)
 
 
 def _contents(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum, and of how many samples, of what was logged; or its maximum, say."""
     size = getattr(result, "cumulated_batch_size", torch.zeros(()))
     return result.value.detach().cpu(), size.cpu()
-
-
-def _most_samples(loader: Any) -> int:
-    """Of a batch, over all ranks."""
-    name, most = loader._asked.name, int(loader._asked.batch_size)
-    return min(most, int(loader._loader._pipeline.spec.dataset(name).num_samples))

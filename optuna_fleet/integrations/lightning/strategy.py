@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations.lightning.follower import Follower
 from optuna_fleet.integrations.lightning.progress import Progress
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
@@ -134,7 +134,8 @@ class FleetStrategy(Strategy):
 
     def _be_alone(self, is_alone: bool) -> None:
         if is_alone != self._is_alone:
-            self._is_alone = self._trial._training._loader.gives_whole_batches = is_alone
+            self._is_alone = is_alone
+            self._trial.give_whole_batches(is_alone)
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -186,8 +187,7 @@ class FleetStrategy(Strategy):
         shapes = [shape[""] for shape in gather({"": list(own.shape)})]
         if any(shape != shapes[0] for shape in shapes):  # torch would abort the process
             why = f"all_gather() has tensors of unlike shapes on the trial's devices: {shapes}."
-            self._trial._training.go_on_with_fewer(why, 1)
-            raise TrialError(why)
+            self._trial.stay_on(1, why)
         parts = [torch.empty_like(own) for _ in range(self._size)]
         dist.all_gather(parts, own)
         return torch.stack(parts).to(tensor.device)

@@ -47,16 +47,14 @@ class Loader:
         self._trial = trial
         self._batches = trial.batches(name, batch_size, drop_last=drop_last)
         self._columns = columns
-        pipeline = trial._training._loader._pipeline
-        assert pipeline is not None  # or there would be no batches
-        self.dataset = range(pipeline.spec.dataset(name).num_samples)
+        self.dataset = range(trial.num_samples(name))
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            self.shares.append(self._trial._training.parts.weights.present)
+            self.shares.append(self._trial.batch_share)
             yield self._chosen(batch)
 
     def _chosen(self, batch: Any) -> Any:

@@ -158,7 +158,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         return model_and_loader
 
     def _prepare(self, *parts: Any) -> None:
-        known = self.fleet_trial._training.parts.objects  # another Trainer may have the same model
+        known = self.fleet_trial.prepared  # another Trainer may have the same model
         new = [part for part in parts if part is not None and all(part is not k for k in known)]
         if new:
             self.fleet_trial.prepare(*new, **self._bounds)

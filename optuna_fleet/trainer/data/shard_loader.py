@@ -21,6 +21,7 @@ from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading
 from optuna_fleet.trainer.data.rows import Rows
+from optuna_fleet.trainer.data.shards import Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
@@ -54,22 +55,6 @@ class _Pass:
     is_shuffled: bool
     can_leave: bool
     world_size: int
-
-
-class Shards:
-    """What `FleetTrial.batches` returns: one epoch's batches, this rank's share of each."""
-
-    def __init__(self, loader: ShardLoader, asked: Asked, *, movable: bool) -> None:
-        self._loader = loader
-        self._asked = asked
-        self._movable = movable
-
-    def __len__(self) -> int:
-        """Number of steps in the epoch, the same on every rank."""
-        return self._loader.num_steps(self._asked)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._loader.read(self._asked, movable=self._movable)
 
 
 class ShardLoader:
@@ -148,6 +133,11 @@ class ShardLoader:
         len(shards)  # checks the arguments
         self._batch_size = batch_size
         return shards
+
+    def num_samples(self, name: str) -> int:
+        """Of a data set."""
+        assert self._pipeline is not None
+        return int(self._pipeline.spec.dataset(name).num_samples)
 
     def num_steps(self, asked: Asked) -> int:
         """Number of global batches in an epoch."""
