@@ -123,8 +123,12 @@ class Reducer:
         if not self._is_shared or grad is None:  # it was frozen after the forward pass
             return
         self._arrived[index] = _SPARSE if grad.is_sparse and grad.sparse_dim() == 1 else _DENSE
-        if self._expected is not None and self._expected.arrive(index):
-            self._expected.launch_full(self._share, self._tag)
+        if (plan := self._expected) is not None and (
+            number := plan.bucket_of.get(index)
+        ) is not None:
+            plan.missing[number] -= 1
+            if not plan.missing[number] and number + 1 < len(plan.missing):
+                plan.launch_full(self._share, self._tag)
 
     def _begin(self, task: int) -> None:
         self.num_passes += 1
@@ -156,7 +160,9 @@ class Reducer:
         done = bytes(len(self._params)) if expected is None else expected.pattern
         pattern = self._agreed()
         others = bytes(kind * (kind > past) for kind, past in zip(pattern, done, strict=True))
-        self._plan(others).reduce(self._share, self._tag)
+        plan = self._plan(others)
+        plan.begin()
+        plan.finish(self._arrived, self._share, self._tag)
         known = bytes(map(max, pattern, done))
         if len({self._module_of[i] for i, kind in enumerate(known) if kind}) == 1:
             self._expected = self._plan(known)
@@ -188,6 +194,8 @@ class _Plan:
 
     Attributes:
         pattern: The kind of each parameter's gradient.
+        bucket_of: The number of the bucket that a gradient is in, by that of its parameter.
+        missing: How many gradients of each bucket have not arrived in this pass.
     """
 
     def __init__(self, pattern: bytes, params: Sequence[TensorWeakRef]) -> None:
@@ -204,24 +212,18 @@ class _Plan:
         numbers = itertools.chain.from_iterable(
             itertools.repeat(number, size) for number, size in enumerate(sizes)
         )
-        self._bucket_of = dict(zip((index for index, _ in there), numbers, strict=True))
+        self.bucket_of = dict(zip((index for index, _ in there), numbers, strict=True))
         self._sizes = sizes
         self.begin()
 
     def begin(self) -> None:
         """A pass begins, whatever has become of another one."""
         for bucket in self._buckets:
-            bucket.abandon()
-        self._missing = list(self._sizes)
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self.missing = list(self._sizes)
         self._num_launched = 0
-
-    def arrive(self, index: int) -> bool:
-        """A gradient is there; returns whether that fills its bucket."""
-        number = self._bucket_of.get(index)
-        if number is None:
-            return False
-        self._missing[number] -= 1
-        return not self._missing[number]
 
     @torch.no_grad()
     def launch_full(self, share: Share, tag: int) -> None:
@@ -230,7 +232,7 @@ class _Plan:
         Not the last one, which tells whether anything has arrived beside.
         """
         for bucket in self._buckets[self._num_launched : -1]:
-            if self._missing[self._num_launched]:
+            if self.missing[self._num_launched]:
                 break
             bucket.launch(share, tag)
             self._num_launched += 1
@@ -241,22 +243,11 @@ class _Plan:
         On a GPU of this rank only: to look would wait for the device.
         """
         is_more = any(map(operator.gt, arrived, self.pattern))
-        self._launch(share, tag, is_more=is_more)
-        return self._collect(tag) or is_more
-
-    def reduce(self, share: Share, tag: int) -> None:
-        """Reduce all at once."""
-        self.begin()
-        self._launch(share, tag)
-        self._collect(tag)
-
-    def _launch(self, share: Share, tag: int, *, is_more: bool = False) -> None:
         for bucket in self._buckets[self._num_launched :]:
             bucket.launch(share, tag, is_more=is_more)
-
-    def _collect(self, tag: int) -> bool:
-        tell_of_more = [bucket.collect(tag) for bucket in self._buckets]
-        return any(tell_of_more)
+        for bucket in self._buckets:
+            is_more |= bucket.collect(tag)
+        return is_more
 
 
 class _Bucket:
@@ -282,11 +273,12 @@ class _Bucket:
         self._views = [v.view(param.shape) for v, param in zip(parts, params, strict=False)]
         self._rows = [part if len(part) else None for part in parts[len(params) :]]
         self._weighed = self._flat[: sum(sizes)]
-        self._work: dist.Work | None = None
+        self.work: dist.Work | None = None  # under way
+        self._has_all = True
 
     def launch(self, share: Share, tag: int, *, is_more: bool = False) -> None:
         """Start to sum the gradients over the ranks, each weighted by its share."""
-        present = []
+        present, is_padding = [], share.dummy
         for ref, view, rows in zip(self.params, self._views, self._rows, strict=True):
             param = ref()
             grad = None if param is None else param.grad
@@ -294,18 +286,19 @@ class _Bucket:
             if rows is not None:
                 _mark_rows(rows, grad)
             # A dummy's gradient may be NaN, which a weight of 0 would not remove.
-            if grad is None or share.dummy:
+            if grad is None or is_padding:
                 view.zero_()
             else:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self._weighed.mul_(share.weight)
-        if all(present):
+        self._has_all = all(present)
+        if self._has_all:
             self._flags.fill_(1)
         else:
             self._flags.copy_(torch.tensor(present, device="cpu"))
         self._tag.fill_(tag)
         self._more.fill_(is_more)
-        self._work = dist.all_reduce(self._flat, async_op=True)
+        self.work = dist.all_reduce(self._flat, async_op=True)
 
     def collect(self, tag: int) -> bool:
         """Wait for the sums and make them the parameters' gradients.
@@ -317,18 +310,18 @@ class _Bucket:
         Raises:
             TrialError: The ranks are not at the same batch. On the CPU only.
         """
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
         on_cpu = self._flat.device.type == "cpu"
         if on_cpu and self._tag.real.item() != tag * group_size():
             raise TrialError(OUT_OF_STEP)
-        params = [ref() for ref in self.params]
         # Reading flags waits for the device, so it is left out while every gradient is here.
-        missing = any(param is not None and param.grad is None for param in params)
-        flags = self._flags.real.tolist() if missing else itertools.repeat(1.0)
-        for param, view, rows, flag in zip(params, self._views, self._rows, flags, strict=False):
-            if param is None or not flag:
+        flags = itertools.repeat(1.0) if self._has_all else self._flags.real.tolist()
+        for ref, view, rows, flag in zip(
+            self.params, self._views, self._rows, flags, strict=False
+        ):
+            if (param := ref()) is None or not flag:
                 continue
             if rows is not None:
                 param.grad = _sparse(view, rows)
@@ -337,12 +330,6 @@ class _Bucket:
             else:
                 param.grad.copy_(view)
         return on_cpu and bool(self._more.real.item())
-
-    def abandon(self) -> None:
-        """Forget a pass; an exception or a nested backward came between."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = None
 
 
 def _mark_rows(rows: Tensor, grad: Tensor | None) -> None:

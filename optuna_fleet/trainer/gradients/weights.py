@@ -92,6 +92,7 @@ class Weights:
         present: The share of the batch that was handed out last.
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
+        step: How many batches were handed out for training; 0 where another thread takes them.
         is_weighted: `weigh` was called since gradients were reduced.
         was_weighted: It was before they were reduced last.
         has_trained: A part of a batch was handed out for training since this was last unset.
@@ -120,7 +121,7 @@ class Weights:
         self.lockstep = self.has_trained = False
         self.is_weighted = self.was_weighted = self._is_ahead = False
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
-        self._num_steps = 0
+        self.step = 0
         self._open: dict[int, tuple[Share, bool]] = {}
         self._passes: dict[int, _Pass] = {}
         self._settled: Share | None = None
@@ -128,11 +129,6 @@ class Weights:
     def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         # A copied model trains on the same batches, so its layers look at the same holder.
         return self
-
-    @property
-    def step(self) -> int:
-        """How many batches were handed out for training; 0 where another thread takes them."""
-        return 0 if self._is_threaded else self._num_steps
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -174,9 +170,9 @@ class Weights:
         self._use_last()
         if not trains:
             return
-        self._num_steps += 1
         self.has_trained |= not is_whole
         self._is_threaded = self._is_threaded or threading.get_ident() != self._thread
+        self.step = 0 if self._is_threaded else self.step + 1
         self._settled = None
         if number not in self._passes:  # those whose batches were only kept are over
             self._passes = {n: one for n, one in self._passes.items() if n in self._open}
@@ -217,7 +213,7 @@ class Weights:
 
     def _settle(self) -> Share:
         shares = self._at_hand()
-        if len({share.pattern for share in shares}) < 2:
+        if len(shares) == 1 or len({share.pattern for share in shares}) == 1:
             return shares[-1]
         if self.is_weighted and (self._is_ahead or not _have_padding(shares)):
             return Share()
