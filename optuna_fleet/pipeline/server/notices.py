@@ -82,6 +82,17 @@ class Notices:
             "torch.initial_seed(), or give SharedPipeline(..., split=False) to begin with.",
         )
 
+    def unseeded(self, name: str) -> None:
+        """A sample came out otherwise when it was made again."""
+        self._once(
+            ("unseeded", name),
+            f"A sample of data set {name!r} is another one each time it is made, and so are the "
+            "results of two runs: let the data set take its random numbers from torch's, NumPy's "
+            "or Python's global functions, or make its generator anew in each __getitem__, as by "
+            "np.random.default_rng(torch.initial_seed()), and keep no state from one sample to "
+            "the next.",
+        )
+
     def unstarted(self, error: OSError) -> None:
         """A preprocessor could not be started."""
         self._once(
