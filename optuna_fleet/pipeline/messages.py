@@ -181,6 +181,7 @@ class SampleMeasured:
         prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
             the decoded store; None if that is not worth it, or no beginning can be told apart.
         chunk_size: Samples of a chunk, if another node has decided on that.
+        is_repeatable: The first sample was the same when it was made again.
     """
 
     key: ChunkKey
@@ -189,6 +190,7 @@ class SampleMeasured:
     sample_s: float = 0.0
     prepared_bytes: int | None = None
     chunk_size: int | None = None
+    is_repeatable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,26 @@ def num_drawn(name: str, sampler: Any) -> int:
     return number
 
 
+def batched_among(given: Any, datasets: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the data sets that are read many samples at once.
+
+    Raises:
+        FleetConfigError: Something else was given, there is no such data set, or one has no
+            ``__getitems__``.
+    """
+    if isinstance(given, bool):
+        given = datasets if given else ()
+    found = _names_in("batched", given, datasets, " True for all, or")
+    for name in sorted(found):
+        if not callable(getattr(datasets[name], "__getitems__", None)):
+            raise FleetConfigError(
+                f"`batched` is for data sets with a method __getitems__(indices), but {name!r} is "
+                f"of type {type(datasets[name]).__name__}, which has none. Leave it out, or name "
+                "those that have it: batched=['train']."
+            )
+    return found
+
+
 _FIXED = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])")
 
 
@@ -223,13 +243,18 @@ def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
         if unclear:
             raise FleetConfigError(_ask(unclear, sorted(found)))
         return found
+    return _names_in("shuffled", given, names)
+
+
+def _names_in(argument: str, given: Any, names: Collection[str], more: str = "") -> frozenset[str]:
     if isinstance(given, str):
         given = [given]
     if not isinstance(given, Collection):
         raise FleetConfigError(
-            f"The value of `shuffled` is {given!r}, but must be names of data sets, as ['train']."
+            f"The value of `{argument}` is {given!r}, but must be{more} names of data sets, as "
+            "['train']."
         )
-    _check_names("shuffled", given, names)
+    _check_names(argument, given, names)
     return frozenset(given)
 
 

@@ -65,6 +65,9 @@ class SharedPipeline:
             ``ConcatDataset`` of them. True: also those of your classes, whose ``__getitem__`` must
             do nothing with what the transform gives but put it into the sample, and change nothing
             in the transform. False: none. Splitting does not change a bit of the samples.
+        batched: Names of the data sets that are read many samples at once, by their
+            ``__getitems__(indices)``, as those of Hugging Face have it; True for all. It must give
+            for each index what ``dataset[index]`` gives. Their own transforms are left whole.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
         order: "canonical" gives every trial the same epochs, each from its beginning; "rolling" is
@@ -101,6 +104,7 @@ class SharedPipeline:
         augment: Stage | Mapping[str, Stage] | None = None,
         finish: Stage | Mapping[str, Stage] | None = None,
         split: bool | None = None,
+        batched: bool | Collection[str] = False,
         on_error: OnError = "raise",
         order: Order = "canonical",
         exchange: Scheme | Literal["auto"] = "auto",
@@ -124,6 +128,7 @@ class SharedPipeline:
             for name, dataset in datasets.items()
         }
         self._shuffled = options.shuffled_among(shuffled, datasets)
+        self._batched = options.batched_among(batched, datasets)
         samplers = self._checked_samplers(sampler, weights)
         by_name = options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
@@ -204,7 +209,7 @@ class SharedPipeline:
         source = self._source
         return [
             name
-            for name in sorted(self._shuffled)
+            for name in sorted(self._shuffled - self._batched)
             if may_split(source.datasets[name], source.stages[name], by_itself=True)
             and not may_split(source.datasets[name], source.stages[name], by_itself=None)
         ]
@@ -220,6 +225,7 @@ class SharedPipeline:
                     length=length,
                     sampled=name in self._source.samplers,
                     shuffled=name in self._shuffled,
+                    batched=name in self._batched,
                     collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
                 for name, length in self._lengths.items()

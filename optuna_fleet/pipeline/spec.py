@@ -20,6 +20,11 @@ MIN_CHUNK_SAMPLES = 8
 MAX_CHUNK_SAMPLES = 4096
 """No chunk has more: what is told of each sample has to fit into one packet."""
 
+TOGETHER = 32
+"""Samples that are read at once where the user asks for that: most of the gain, and little memory.
+A power of two, so that no chunk has a part of them unless they are large or slow.
+"""
+
 SLOW_CHUNK_S = 30.0
 """Unless they take longer than this: who is at one chunk for minutes counts as stuck."""
 
@@ -69,7 +74,7 @@ class DatasetSpec:
         length: Its length: its indices are from 0 to ``length - 1``.
         shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
         sampled: A sampler of the user's says which samples an epoch has, and in which order.
-        gives_many: Its samples are fetched many at once, with ``__getitems__``.
+        batched: Its samples are read many at once, with ``__getitems__``.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
             preprocessors finish the samples. Some chunks come finished all the same, and say so.
@@ -81,7 +86,7 @@ class DatasetSpec:
     length: int
     shuffled: bool
     sampled: bool = False
-    gives_many: bool = False
+    batched: bool = False
     collate: bytes | None = None
     finish: bytes | None = None
     cut: Cut | None = None
@@ -138,19 +143,24 @@ class PipelineSpec:
 
 
 def choose_chunk_size(
-    *, num_samples: int, sample_bytes: int, chunk_bytes: int, sample_s: float = 0.0
+    *,
+    num_samples: int,
+    sample_bytes: int,
+    chunk_bytes: int,
+    sample_s: float = 0.0,
+    least: int = MIN_CHUNK_SAMPLES,
 ) -> int:
     """Returns how many samples a chunk of this data set holds.
 
     About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, and
     for readers not to wait long for the first, at ``sample_s`` seconds per sample. A
     power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
-    changes what a batch contains.
+    changes what a batch contains. ``least`` is for the number where samples are small and fast.
     """
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
-    by_count = max(MIN_CHUNK_SAMPLES, num_samples // MIN_CHUNKS_PER_EPOCH)
+    by_count = max(least, num_samples // MIN_CHUNKS_PER_EPOCH)
     sample_s = max(sample_s, 1e-6)
-    few = min(MIN_CHUNK_SAMPLES, max(1, int(SLOW_CHUNK_S / sample_s)))
+    few = min(least, max(1, int(SLOW_CHUNK_S / sample_s)))
     by_time = max(few, int(CHUNK_S / sample_s))
     size = min(by_bytes, by_count, by_time, MAX_CHUNK_SAMPLES)
     return min(num_samples, 1 << (size.bit_length() - 1))

@@ -20,6 +20,11 @@ SWITCH = NUM_COUNTERS - 1
 """Index of the counter by which tests steer the data sets below."""
 
 
+def each_was_made(n: int, times: int) -> bool:
+    """Whether each sample was made so often; one once more, to see whether it comes again."""
+    return sorted(COUNTS[:n]) == [times] * (n - 1) + [times + 1]
+
+
 class Counted:
     """Sample i is (16 times i, i); counts how often each is preprocessed."""
 

@@ -14,12 +14,10 @@ from pipeline_datasets import COUNTS, SWITCH, Augmented, Counted
 from pipeline_harness import Forked, serving
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -444,95 +442,3 @@ def test_orders_are_not_drawn_again_for_each_chunk_where_few_of_them_are_kept(mo
         for one, *others in zip(*epochs, strict=True):
             assert all(torch.equal(one.data[1], other.data[1]) for other in others)
         assert COUNTS[SWITCH] - before == len(epochs)
-
-
-# -- many samples at once -------------------------------------------------------------------------
-
-
-class Table(Augmented):
-    """Gives many samples at once, as data sets of Hugging Face do; counts how often."""
-
-    calls = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def row(self, index, together):
-        return index, torch.full((200,), float(index))
-
-    def __getitem__(self, index):
-        return self.row(index, 1)
-
-    def __getitems__(self, wanted):
-        Table.calls += 1
-        return [self.row(index, len(wanted)) for index in wanted]
-
-
-class Lazy(Table):
-    def __getitems__(self, wanted):
-        yield from super().__getitems__(wanted)
-
-
-class Padded(Table):
-    """What it gives depends on what else is asked for."""
-
-    def row(self, index, together):
-        return index, torch.full((200,), float(together))
-
-
-class Drawing(Table):
-    """Half of its samples are random."""
-
-    def row(self, index, together):
-        noise = torch.rand(200) if 25 < index < 49 else torch.zeros(200)
-        return index, noise
-
-
-class Failing(Table):
-    def __getitems__(self, wanted):
-        if 5 in wanted and len(wanted) > 4:
-            raise RuntimeError("not that many")
-        return super().__getitems__(wanted)
-
-
-class Alone:
-    """The same without `__getitems__`."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        return self.dataset[index]
-
-
-AUGMENT = {"augment": lambda sample: (sample[0], sample[1] + torch.rand(200))}
-
-
-@pytest.mark.parametrize(
-    "wrapped", [lambda d: d, lambda d: Subset(d, range(N)), lambda d: Lazy(N)]
-)
-@pytest.mark.parametrize("stages", [{}, AUGMENT])
-def test_many_samples_are_fetched_at_once(wrapped, stages):
-    wanted = labels(SharedPipeline(train=Alone(Table(N)), **stages).inline(), 1)
-    Table.calls.zero_()
-    with serving(SharedPipeline(train=wrapped(Table(N)), **stages)) as agent:
-        assert labels(agent.client(), 1) == wanted
-    assert 0 < Table.calls.item() <= 1 + N // 4
-
-
-@pytest.mark.parametrize("kind", [Padded, Drawing, Failing])
-def test_samples_that_depend_on_others_are_fetched_alone(kind):
-    wanted = labels(SharedPipeline(train=Alone(kind(N))).inline(), 1)
-    with serving(SharedPipeline(train=kind(N))) as agent:
-        assert labels(agent.client(), 1) == wanted
-
-
-def test_samples_that_come_twice_are_given_twice():
-    with serving(SharedPipeline(train=Table(N), sampler=[5, 5, 7, 5, 9])) as agent:
-        assert indices(agent.client()) == [5, 5, 7, 5, 9]
-
-
-def test_subsets_of_others_have_nothing_to_give_at_once():
-    dataset = ConcatDataset([Subset(Augmented(N), [1, 2])])
-    spec = SharedPipeline(train=dataset, val=Subset(dataset, [0])).packed().setup(1).spec
-    assert not any(each.gives_many for each in spec.datasets)

@@ -278,7 +278,8 @@ def epochs_until_told(agent):
 def test_hidden_randomness_is_found_and_told_of_once(defers):
     steps = [v2.CenterCrop(10), v2.RandomCrop(8), *END]
     dataset = Secretive(v2.Compose(steps), 1000)
-    pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=8 << 20)
+    # Of seed 2 the first sample is not a random one.
+    pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=8 << 20, seed=2)
     with serving(pipeline, **(ON_DEVICE if defers else {})) as agent:
         epoch = epochs_until_told(agent)
         # The beginnings of a few chunks may have been ordered before it was told of.

@@ -7,7 +7,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from pipeline_datasets import COUNTS, Augmented, Counted
+from pipeline_datasets import COUNTS, Augmented, Counted, each_was_made
 from pipeline_harness import serving
 from torch import nn
 from torch.utils.data import Dataset
@@ -115,7 +115,7 @@ def test_epochs_of_a_single_reader_follow_each_other() -> None:
         assert [indices for indices, _ in epochs] == 3 * [epochs[0][0]]
         assert epochs[0][1] != epochs[1][1] != epochs[2][1]
         assert client.head("train") == (3, 0)
-    assert COUNTS[:N].tolist() == N * [3]
+    assert each_was_made(N, 3)
 
 
 def test_after_a_pass_that_was_left_the_next_goes_on_behind_it() -> None:

@@ -92,17 +92,17 @@ class Joint(VisionDataset):
         return self.transforms((image, target))
 
 
-def seeding(index, epoch=0):
-    return partial(seed_sample, 7, "train", epoch, index)
+def seeding(index):
+    return lambda epoch: seed_sample(7, "train", epoch, index)
 
 
 def whole(dataset, index, epoch=0):
-    seeding(index, epoch)()
+    seeding(index)(epoch)
     return dataset[index]
 
 
 def divided(dataset, stages=NONE, index=0):
-    found = split(dataset, stages, index=index, seed=seeding(index))
+    found = split(dataset, stages, index=index, begin=seeding(index))
     assert found is not None
     return found
 
@@ -111,7 +111,7 @@ def by_way_of_the_store(parts, index, epoch=0):
     stored = parts.prepared(index)
     if parts.augment is not None:
         stored = through_store(stored)
-    seeding(index, epoch)()
+    seeding(index)(epoch)
     return parts.augmented(stored)
 
 
@@ -180,7 +180,7 @@ def test_random_part_is_drawn_anew_and_the_rest_is_not():
     stored = parts.prepared(3)
     samples = []
     for epoch in range(3):
-        seeding(3, epoch)()
+        seeding(3)(epoch)
         samples.append(parts.finished(parts.augmented(through_store(stored))))
     assert not any(torch.equal(samples[0][0], sample[0]) for sample in samples[1:])
     assert dataset.num_loaded == num_loaded  # the user's own data set is left alone
@@ -221,7 +221,7 @@ def test_nothing_random(steps, has_finish):
     dataset = Pictures(v2.Compose(steps))
     if has_finish is None:  # bytes can't be normalised: what the data set raises is not hidden
         with pytest.raises(TypeError, match="float"):
-            split(dataset, NONE, index=0, seed=seeding(0))
+            split(dataset, NONE, index=0, begin=seeding(0))
         return
     parts = divided(dataset)
     assert ((parts.augment is not None), (parts.finish is not None)) == (False, has_finish)
@@ -372,7 +372,7 @@ def test_subsets_and_concatenations():
     assert_same_samples(parts, both)
     assert first.transform is second.transform is transform
     unlike = ConcatDataset([first, Pictures(v2.Compose(RANDOM["image first"]))])
-    assert split(unlike, NONE, index=0, seed=seeding(0)) is None
+    assert split(unlike, NONE, index=0, begin=seeding(0)) is None
 
 
 def test_standard_transform_of_torchvision():
@@ -473,7 +473,7 @@ NO_PLACE = {
 @pytest.mark.parametrize("name", NO_PLACE)
 def test_no_place_to_split(name):
     dataset = NO_PLACE[name]
-    assert split(dataset, NONE, index=1, seed=seeding(1)) is None
+    assert split(dataset, NONE, index=1, begin=seeding(1)) is None
 
 
 def test_a_data_set_that_keeps_its_results():
@@ -483,7 +483,7 @@ def test_a_data_set_that_keeps_its_results():
         return dataset.cache[index]
 
     dataset = Plain(kept, transform=v2.Compose([v2.Resize(20), *IMAGE, *END]), cache={})
-    assert split(dataset, NONE, index=0, seed=seeding(0)) is None
+    assert split(dataset, NONE, index=0, begin=seeding(0)) is None
     assert dataset[0].dtype is torch.float32
 
 
@@ -493,7 +493,7 @@ def test_errors_of_the_data_set_are_not_hidden():
 
     dataset = Pictures(CALL, load=load)
     with pytest.raises(OSError, match="no file 2"):
-        split(dataset, NONE, index=2, seed=seeding(2))
+        split(dataset, NONE, index=2, begin=seeding(2))
     parts = divided(Pictures(CALL))
     with pytest.raises(OSError, match="no file 1"):
         agrees(parts, dataset, 1, seeding(1))
@@ -553,7 +553,7 @@ def test_explicit_stages(stages, has_augment, has_finish):
         assert agrees(parts, dataset, index, seeding(index))
         for epoch in range(2):
             sample = picture(index) if stages.prepare is None else stages.prepare(picture(index))
-            seeding(index, epoch)()
+            seeding(index)(epoch)
             for stage in (stages.augment, stages.finish):
                 sample = sample if stage is None else stage(sample)
             augmented = by_way_of_the_store(parts, index, epoch)
@@ -566,7 +566,7 @@ def test_explicit_stages_that_are_not_what_they_must_be():
         Stages(prepare=shifted),
         Stages(augment=shifted, finish=lambda batch: batch - batch.mean()),
     ):
-        assert split(dataset, stages, index=0, seed=seeding(0)) is None
+        assert split(dataset, stages, index=0, begin=seeding(0)) is None
 
 
 def test_finish_alone_comes_after_the_split():
@@ -642,10 +642,10 @@ class Numbers:
     transform = abs
     def __len__(self): return 3
     def __getitem__(self, index): return index
-assert split(Numbers(), Stages(), index=0, seed=int) is None
+assert split(Numbers(), Stages(), index=0, begin=int) is None
 assert not may_split(Numbers(), Stages(), by_itself=True)
-seed = partial(seed_sample, 0, "train", 0, 0)
-parts = split(Numbers(), Stages(augment=float), index=0, seed=seed)
+seed = lambda epoch: seed_sample(0, "train", epoch, 0)
+parts = split(Numbers(), Stages(augment=float), index=0, begin=seed)
 assert agrees(parts, Numbers(), 1, seed)
 assert not {'torchvision', 'PIL'} & set(sys.modules), sorted(sys.modules)
 """

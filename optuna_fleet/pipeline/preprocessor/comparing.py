@@ -5,6 +5,7 @@ Some that came from the decoded store are made again, to see whether they agree.
 
 from __future__ import annotations
 
+import copy
 import struct
 import time
 import zlib
@@ -67,6 +68,21 @@ def _same_leaf(left: Any, right: Any) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
+    """Returns whether a sample that is made again is the same, or can't be told to be another.
+
+    Objects without an ``__eq__`` of their own equal only themselves: they are compared as pickled.
+    """
+    from optuna_fleet.pipeline.preprocessor.decoded_samples import pack
+
+    try:
+        before = copy.deepcopy(sample)  # making it again may write into it
+        again = make()
+        return same(before, again) or b"".join(pack(before)) == b"".join(pack(again))
+    except Exception:
+        return True  # of the moment, perhaps: it says nothing of the sample
 
 
 class Audit:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 from optuna_fleet.pipeline.packed import packed_part
-from optuna_fleet.pipeline.preprocessor import prefetch, samplers
-from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
+from optuna_fleet.pipeline.preprocessor import samplers
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, decide, may_split
+from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
 
 
@@ -22,7 +22,7 @@ def decided(
     by_itself: bool | None,
     finish_on_device: bool,
 ) -> PipelineSpec:
-    """Returns the description with how data sets are taken apart, and whether read many at once.
+    """Returns the description with how data sets are taken apart.
 
     No sample is read of ``source``, which is the user's own, but of what was ``packed`` of it.
     Whether data sets' own transforms are taken apart ``by_itself``: see `may_split`.
@@ -34,10 +34,13 @@ def decided(
         each.name
         for each in spec.datasets
         if (finish_on_device or each.shuffled or source.stages[each.name].in_parts)
-        and may_split(source.datasets[each.name], source.stages[each.name], by_itself=by_itself)
+        and may_split(
+            source.datasets[each.name],
+            source.stages[each.name],
+            by_itself=False if each.batched else by_itself,
+        )
     }
-    many = {name for name, dataset in source.datasets.items() if prefetch.gives_many(dataset)}
-    if not (splits or many or samplers.to_check(source)):
+    if not (splits or samplers.to_check(source)):
         copied = source
     else:
         # A copy: what data sets open lazily (HDF5) must not be open in the user's own.
@@ -47,11 +50,6 @@ def decided(
     for each in spec.datasets:
         found = split_of(copied, spec, each) if each.name in splits else None
         each = replace(each, cut=found.cut if found is not None else None)
-        if each.name in many and each.cut is None:
-            with own_randomness():
-                seed = partial(_seed, copied, spec, each)
-                agrees = prefetch.agrees(copied.datasets[each.name], each.length, seed)
-            each = replace(each, gives_many=agrees)
         # With a collate_fn, samples must be finished before they are collated.
         if finish_on_device and each.collate is None:
             end = source.stages[each.name].finish if found is None else found.finish
@@ -66,15 +64,12 @@ def split_of(source: Source, spec: PipelineSpec, dataset: DatasetSpec) -> SplitD
     Raises:
         FleetConfigError: What the user gave does not do what it must.
     """
-    with own_randomness():
+    around = Surroundings(source, spec)
+    with around.lent():
         return decide(
             dataset.name,
             source.datasets[dataset.name],
             source.stages[dataset.name],
             num_samples=dataset.length,
-            seed=partial(_seed, source, spec, dataset),
+            begin=partial(around.begin, dataset.name),
         )
-
-
-def _seed(source: Source, spec: PipelineSpec, dataset: DatasetSpec, index: int) -> None:
-    seed_sample(spec.seed, dataset.name, 0, index, source.generators)

@@ -35,7 +35,7 @@ from optuna_fleet.pipeline.messages import (
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
+from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, TOGETHER, ChunkKey, PipelineSpec
 from optuna_fleet.settings import Adoption, Settings
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -124,14 +124,19 @@ class _Producer:
             chunk_size = answer.chunk_size if answer is not None else None
         by_user = self.spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, prepared_bytes, sample_s = 0, None, 0.0
+        header_bytes, prepared_bytes, sample_s, is_repeatable = 0, None, 0.0, True
         self.samples.begin()
         version = self.samples.version
         try:
+            began = time.perf_counter()
             first = self.samples.sample(key, 0)
+            first_s = time.perf_counter() - began
             self.kept = _Kept(key, version, [first])
             prepared_bytes = self.samples.prepared_bytes(key)
             nbytes, sample_s = self._further(self.kept, by_user)
+            if self.spec.dataset(key.name).batched:
+                sample_s += first_s / TOGETHER  # the others had been read with it
+            is_repeatable = self.samples.is_repeatable(key, first)
             chunk = write_chunk([first], collated_by_user=by_user)
             first_bytes = sample_bytes(first, collated_by_user=by_user)
             header_bytes = max(0, chunk.nbytes - first_bytes)
@@ -146,6 +151,7 @@ class _Producer:
                 sample_s=sample_s,
                 prepared_bytes=prepared_bytes,
                 chunk_size=chunk_size,
+                is_repeatable=is_repeatable,
             ),
         )
 
@@ -241,7 +247,6 @@ class _Producer:
         else:
             samples.begin()
         self.decoded.begin(order.extents)
-        samples.expect(key, start + len(made), stop)
         nbytes = self._filled(order, room, made, range(start, stop))
         return nbytes, stop - start, stop - start - len(made)
 

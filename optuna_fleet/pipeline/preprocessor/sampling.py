@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,17 @@ from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
-from optuna_fleet.pipeline.preprocessor import prefetch
-from optuna_fleet.pipeline.preprocessor.comparing import Audit
+from optuna_fleet.pipeline.preprocessor.comparing import Audit, comes_again
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
-from optuna_fleet.pipeline.preprocessor.order import seed_sample, watched
+from optuna_fleet.pipeline.preprocessor.order import watched
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, rebuilt
+from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
+from optuna_fleet.pipeline.preprocessor.together import Together
 from optuna_fleet.pipeline.preprocessor.transform_split import AnotherWayError
-from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, PipelineSpec
+from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
 from optuna_fleet.wire import packing
 
 MAX_SUBSTITUTES = 16
@@ -78,11 +79,11 @@ class Samples:
         self._decoded = decoded
         self._force_decoded = force_decoded
         self._source: Source | None = None
+        self._around: Surroundings | None = None
         self._splits: dict[str, SplitDataset | None] = {}
         self.audit = Audit()
         self.version = 0
         self._blocks: dict[tuple[str, int, int], Any] = {}  # by data set, epoch, begin
-        self._seed_again: Callable[[], None] = lambda: None
         self.begin()
 
     def begin(self) -> None:
@@ -104,6 +105,7 @@ class Samples:
         spec = self._spec.dataset(key.name)
         self._sources()  # its errors are none of the sample
         place = self._place(spec, key.epoch, position)
+        self._at(spec, key.epoch, position)
         num_tries = MAX_SUBSTITUTES if self._spec.on_error == "skip" else 1
         for left in reversed(range(num_tries)):
             try:
@@ -112,7 +114,9 @@ class Samples:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
-                failure = _error(f"Sample {place % spec.length} of data set {spec.name!r}", error)
+                among = ", or one that is read with it," if spec.batched else ""
+                what = f"Sample {place % spec.length} of data set {spec.name!r}{among}"
+                failure = _error(what, error)
                 if not left:
                     raise failure from error
                 self.skipped.append(place % spec.length)
@@ -120,16 +124,28 @@ class Samples:
             if spec.sampled:  # the next of those that are drawn, or of the data set
                 position = (position + 1) % spec.num_samples
                 place = self._place(spec, key.epoch, position)
+                self._at(spec, key.epoch, position)
             else:
                 place = (place + 1) % spec.length
+                self._at(spec, key.epoch, None)
         raise AssertionError
 
-    def expect(self, key: ChunkKey, start: int, stop: int) -> None:
-        """Tells which positions will be wanted next, for data sets that give many at once."""
-        spec = self._spec.dataset(key.name)
-        if spec.gives_many:
-            places = (self._place(spec, key.epoch, position) for position in range(start, stop))
-            self._sources().datasets[spec.name].expect([place % spec.length for place in places])
+    def lent(self) -> AbstractContextManager[None]:
+        """Samples made within leave the process as it was: it is the user's."""
+        self._sources()
+        assert self._around is not None
+        return self._around.lent()
+
+    def is_repeatable(self, key: ChunkKey, first: Any) -> bool:
+        """Returns whether the first sample of an epoch is the same when it is made again."""
+        num_skipped = len(self.skipped)
+        found = comes_again(first, lambda: self.sample(key, 0))
+        del self.skipped[num_skipped:]
+        return found
+
+    def _at(self, spec: DatasetSpec, epoch: int, position: int | None) -> None:
+        if spec.batched:
+            self._sources().datasets[spec.name].at(epoch, position)
 
     def prepared_bytes(self, key: ChunkKey) -> int | None:
         """Returns the size of a sample in the decoded store; None if it is not to be used."""
@@ -140,6 +156,7 @@ class Samples:
             index = self._place(spec, key.epoch, 0) % spec.length
             if (found := self._split(spec.name)) is None:
                 return None
+            self._at(spec, key.epoch, None)
             prepare_s, prepared = _timed(lambda: found.prepared(index))
             packed = b"".join(pack(prepared))
             load_s, _ = _timed(lambda: unpack(memoryview(packed), copy=True))
@@ -189,7 +206,8 @@ class Samples:
         source = self._sources()
         dataset, finish = source.datasets[spec.name], source.stages[spec.name].finish
         index = place % spec.length
-        seed = partial(self._seed, spec.name, epoch, place)
+        assert self._around is not None
+        seed = partial(self._around.begin, spec.name, epoch, place)
         defers = not self.is_finished(spec.name)
         found = self._split(spec.name)
         if found is None:
@@ -217,11 +235,6 @@ class Samples:
                         self.version += 1
                 return sample
         return whole()
-
-    def _seed(self, name: str, epoch: int, place: int) -> None:
-        own = self._sources().generators
-        self._seed_again = partial(seed_sample, self._spec.seed, name, epoch, place, own)
-        self._seed_again()
 
     def _prepared(
         self,
@@ -259,12 +272,11 @@ class Samples:
         if self._source is None:
             with reported("Unpickling the data sets in a preprocessor"):
                 source = self._load()
+            self._around = Surroundings(source, self._spec)
             datasets = {
-                each.name: prefetch.Prefetched(
-                    source.datasets[each.name], lambda: self._seed_again(), source.generators
-                )
+                each.name: self._together(each, source.datasets[each.name], self._around)
                 for each in self._spec.datasets
-                if each.gives_many
+                if each.batched
             }
             self._source = replace(
                 source,
@@ -272,6 +284,19 @@ class Samples:
                 orders=source.orders or order_files(self._spec),
             )
         return self._source
+
+    def _together(self, spec: DatasetSpec, dataset: Any, around: Surroundings) -> Together:
+        def places(epoch: int, start: int) -> list[int]:
+            stop = min(start + TOGETHER, spec.num_samples)
+            return [self._place(spec, epoch, position) for position in range(start, stop)]
+
+        return Together(
+            dataset,
+            length=spec.length,
+            places=places,
+            begin=partial(around.begin, spec.name),
+            may_skip=self._spec.on_error == "skip",
+        )
 
 
 @contextmanager

@@ -15,12 +15,14 @@ from typing import Any
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.preprocessor import transform_split
-from optuna_fleet.pipeline.preprocessor.order import drawn, watched
+from optuna_fleet.pipeline.preprocessor.order import watched
 from optuna_fleet.pipeline.preprocessor.transforms import Steps, leaves_input
 from optuna_fleet.pipeline.spec import Cut
 
 Function = Callable[[Any], Any]
 Seed = Callable[[], None]
+Begin = Callable[[int], None]
+"""Sets all that a sample may depend on but itself, as in an epoch."""
 
 MAX_TRIES = 16
 """Samples that splitting is tried on, where one after another raises."""
@@ -111,20 +113,26 @@ def may_split(dataset: Any, stages: Stages, *, by_itself: bool | None) -> bool:
 
 
 def decide(
-    name: str, dataset: Any, stages: Stages, *, num_samples: int, seed: Callable[[int], None]
+    name: str,
+    dataset: Any,
+    stages: Stages,
+    *,
+    num_samples: int,
+    begin: Callable[..., None],
 ) -> SplitDataset | None:
     """Returns how to take a data set apart: tried on its first sample that does not raise.
 
     It is to be asked once for all processes, which rebuild the split by ``rebuilt``. What raises
     may be of the moment (a file server), and is told of when the sample is wanted. The data set is
-    a copy that nobody reads: what it opens stays open.
+    a copy that nobody reads: what it opens stays open. ``begin`` takes an epoch and a ``place``,
+    the index.
 
     Raises:
         FleetConfigError: What the user gave does not do what it must.
     """
     for index in range(min(num_samples, MAX_TRIES)):
         try:
-            found = split(dataset, stages, index=index, seed=partial(seed, index))
+            found = split(dataset, stages, index=index, begin=partial(begin, place=index))
         except (Exception, SystemExit):
             continue
         if found is None and stages.in_parts:
@@ -137,7 +145,7 @@ def decide(
     return rebuilt(dataset, stages, None)
 
 
-def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDataset | None:
+def split(dataset: Any, stages: Stages, *, index: int, begin: Begin) -> SplitDataset | None:
     """Takes a data set apart, by its own ``transform`` or as the user says; tried on a sample.
 
     Returns:
@@ -151,7 +159,7 @@ def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDatas
     if stages.in_parts:
         found = [rebuilt(dataset, stages, None)]
     else:
-        seed()
+        begin(0)
         dataset[index]  # its errors are not hidden
         try:
             cuts = list(transform_split.cuts(dataset, index))
@@ -159,7 +167,7 @@ def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDatas
             _raise_if_of_the_moment(error)
             return None
         found = [rebuilt(dataset, stages, cut) for cut in cuts]
-    return next((each for each in found if each and agrees(each, dataset, index, seed)), None)
+    return next((each for each in found if each and agrees(each, dataset, index, begin)), None)
 
 
 def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | None:
@@ -199,38 +207,34 @@ def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | Non
     )
 
 
-def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:
+def agrees(split: SplitDataset, dataset: Any, index: int, begin: Begin) -> bool:
     """Returns whether a split gives what the data set gives, for one sample.
 
     Bit for bit, by way of the store, alone and as a batch; and whether ``prepared`` is the same
-    under another state of the generators, and draws nothing from them. Leaves them changed.
+    in another epoch, and draws nothing from the generators. Leaves them changed.
 
     Raises:
         Exception: What ``dataset[index]`` raises, and the user's stages.
         OSError: Likewise when it is read again: it says nothing of the split.
     """
-    wanted = split.whole(dataset, index, seed)
+    wanted = split.whole(dataset, index, partial(begin, 0))
     try:
-        return _agrees(split, index, seed, wanted)
+        return _agrees(split, index, begin, wanted)
     except Exception as error:
         _raise_if_of_the_moment(error)
         return False
 
 
-def _agrees(split: SplitDataset, index: int, seed: Seed, wanted: Any) -> bool:
+def _agrees(split: SplitDataset, index: int, begin: Begin, wanted: Any) -> bool:
     from optuna_fleet.pipeline.preprocessor.comparing import same
 
-    def seed_and_draw() -> None:
-        seed()
-        drawn()
-
-    prepared = _drawing_nothing(split, index, seed)
-    again = _drawing_nothing(split, index, seed_and_draw)
+    prepared = _drawing_nothing(split, index, partial(begin, 0))
+    again = _drawing_nothing(split, index, partial(begin, 1))
     if split.augment is not None:
         prepared, again = through_store(prepared), through_store(again)
     if not same(prepared, again):
         return False
-    seed()
+    begin(0)
     augmented = split.augmented(through_store(prepared) if split.copies else prepared)
     if not same(split.finished(augmented), wanted):
         return False

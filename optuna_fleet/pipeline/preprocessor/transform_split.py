@@ -26,7 +26,7 @@ def is_known(dataset: Any) -> bool:
     They put into the sample what their transform gives, and do nothing else with it. Exact
     classes: a subclass may do what it likes.
     """
-    inner = _inner(dataset)
+    inner = parts_of(dataset)
     return is_torchvisions(dataset) if inner is None else all(map(is_known, inner))
 
 
@@ -175,7 +175,7 @@ def _like(node: Any, items: Any) -> Any:
 
 def _transform_of(dataset: Any) -> Any:
     """The one transform of a data set; None if it has none, or several."""
-    inner = _inner(dataset)
+    inner = parts_of(dataset)
     if inner is not None:
         found = [_transform_of(part) for part in inner]
         return found[0] if found and all(part is found[0] for part in found) else None
@@ -189,7 +189,7 @@ def _transform_of(dataset: Any) -> Any:
 def _with_transform(dataset: Any, transform: Step) -> Any:
     """A shallow copy of the data set that calls ``transform`` in place of its own."""
     copied = copy.copy(dataset)
-    inner = _inner(dataset)
+    inner = parts_of(dataset)
     if inner is not None:
         replaced = [_with_transform(part, transform) for part in inner]
         if hasattr(dataset, "datasets"):
@@ -208,7 +208,8 @@ def _with_transform(dataset: Any, transform: Step) -> Any:
     return copied
 
 
-def _inner(dataset: Any) -> list[Any] | None:
+def parts_of(dataset: Any) -> list[Any] | None:
+    """Returns what torch's ``Subset`` or ``ConcatDataset`` is made of; None of other data sets."""
     data = sys.modules.get("torch.utils.data")
     if data is None:
         return None  # not loaded: no data set is of these classes

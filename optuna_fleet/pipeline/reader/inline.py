@@ -7,7 +7,6 @@ from typing import Any
 
 from optuna_fleet.pipeline.chunks.layout import write_chunk
 from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
-from optuna_fleet.pipeline.preprocessor.order import own_randomness
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.reader.batches import Batch
@@ -45,7 +44,7 @@ class InlineClient:
 
     def _batch(self, plan: ReadPlan, step: int) -> Batch:
         start, stop = plan.positions(step)
-        with own_randomness():
+        with self._samples.lent():
             made = [self._sample(plan, position) for position in range(start, stop)]
         collate = self._collates.get(plan.name)
         # By way of a chunk, so that batches look exactly as they do from processes.

@@ -74,12 +74,23 @@ class Notices:
     def mismatch(self, name: str, index: int) -> None:
         """A sample did not come out of the decoded store as the data set makes it."""
         self._once(
-            ("mismatch", name),
+            ("unseeded", name),  # most often of the same cause: told of in one way or the other
             f"Sample {index} of data set {name!r}, made again, is not what the decoded store "
             "gave: it depends on something that the pipeline can't see, as a generator or a "
             "parameter that is a global variable, which was frozen until now. From now on nothing "
             "of this data set is taken from there. Seed such a generator in __getitem__, from "
             "torch.initial_seed(), or give SharedPipeline(..., split=False) to begin with.",
+        )
+
+    def unseeded(self, name: str) -> None:
+        """A sample came out otherwise when it was made again."""
+        self._once(
+            ("unseeded", name),
+            f"A sample of data set {name!r} came out otherwise when it was made again, so that "
+            "no seed repeats the results: take random numbers from torch's, NumPy's or Python's "
+            "global functions, or from a generator that each __getitem__ makes anew, as by "
+            "np.random.default_rng(torch.initial_seed()), and keep nothing that changes from one "
+            "sample to the next.",
         )
 
     def unstarted(self, error: OSError) -> None:

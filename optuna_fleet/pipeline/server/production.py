@@ -291,6 +291,8 @@ class Production:
         self._decoded.publish(key, key.name, ())
 
     def _set_size(self, message: SampleMeasured) -> None:
+        if not message.is_repeatable:
+            self.notices.unseeded(message.key.name)
         self.sizing.measured(message)
         self._use_decoded(message.key.name)
 

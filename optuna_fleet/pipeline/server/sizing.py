@@ -9,7 +9,13 @@ from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import ChunkProduced, MeasureSample, SampleMeasured
 from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
-from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size
+from optuna_fleet.pipeline.spec import (
+    MIN_CHUNK_SAMPLES,
+    TOGETHER,
+    ChunkKey,
+    PipelineSpec,
+    choose_chunk_size,
+)
 
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
@@ -30,7 +36,7 @@ class Sizing:
     def __init__(
         self, spec: PipelineSpec, store: ChunkStore, chunk_bytes: int, peers: Peers | None
     ) -> None:
-        self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
+        self._spec = spec
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._peers = peers
@@ -90,14 +96,15 @@ class Sizing:
             self._cut(name)
 
     def _cut(self, name: str) -> None:
-        found = self.found[name]
+        found, dataset = self.found[name], self._spec.dataset(name)
         size = found.chunk_size or choose_chunk_size(
-            num_samples=self._lengths[name],
+            num_samples=dataset.num_samples,
             sample_bytes=found.sample_bytes,
             chunk_bytes=self._chunk_bytes,
             sample_s=found.sample_s,
+            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
         )
         content = size * found.sample_bytes + found.header_bytes + HEADER_SPARE_BYTES
         self._store.set_size(
-            name, num_samples=self._lengths[name], chunk_size=size, chunk_bytes=content
+            name, num_samples=dataset.num_samples, chunk_size=size, chunk_bytes=content
         )
