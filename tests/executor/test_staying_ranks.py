@@ -108,32 +108,3 @@ def test_ranks_that_stay_in_vain_lose_nothing(
     assert begun(tmp_path / "m") == sorted([0, 1, 2, 3, *others])
     assert endings(moved) == ["yielded", "returned"]
     assert result(moved.trials[0]) == pytest.approx(result(undisturbed.trials[0]), rel=1e-10)
-
-
-def comes_apart(trial: Any, *, folder: Path) -> float:
-    """Ranks have rates of their own, which the user is told of; in the next epoch one joins."""
-    with (folder / "begun").open("a") as file:
-        file.write(f"{trial._session.device} ")
-    model, optimizer = prepared(trial)
-    for epoch in trial.epochs(3):
-        optimizer.param_groups[0]["lr"] = 0.01 * (1 + trial.rank)
-        for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), numbers % 3).backward()
-            optimizer.step()
-            if epoch == 1 and trial.world_size == 2:
-                ask_to_move(trial)
-                while not all_are_asked(trial):
-                    trial.should_prune()
-        assert trial.sum(1) == trial.world_size
-    return 0.0
-
-
-def test_who_joins_looks_with_the_others_whether_ranks_have_come_apart(
-    fleet: Any, log: Any, tmp_path: Path
-) -> None:
-    fleet.script = {0: [Leg((0, 1), until_asked=True), Leg((0, 1, 2))]}
-    objective = functools.partial(comes_apart, folder=tmp_path)
-    optuna.create_study().optimize(objective, n_trials=1, executor=fleet)
-    assert log.getvalue().count("Its ranks have come apart") == 1
-    assert begun(tmp_path) == [0, 1, 2]

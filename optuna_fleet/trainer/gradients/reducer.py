@@ -75,6 +75,7 @@ class Reducer:
         self._plans: dict[bytes, _Plan] = {}
         self._expected: _Plan | None = None
         self._task: int | None = None  # the backward pass under way
+        self._arrived = bytearray()  # the kind of each parameter's gradient in it
         self._is_shared = False  # among several ranks
 
     def watch(self, module: torch.nn.Module) -> None:
@@ -102,7 +103,8 @@ class Reducer:
 
     def begin_epoch(self) -> None:
         """Expect nothing of the next pass: other parameters may be trained from now on."""
-        self._expected = None
+        self._expected = self._task = None
+        self._arrived = bytearray(len(self._params))
         self._plans.clear()
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class Reducer:
             self._expected.begin()
         self._weights.begin("the gradients")
         self._share, self._tag = self._weights.settle(), self._weights.step % _TAGS
-        self._arrived = bytearray(len(self._params))
+        # What has arrived in a pass that goes on around this one is reduced with it.
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self._finish, task))
 
@@ -153,6 +155,7 @@ class Reducer:
         expected = self._expected
         if expected is None or expected.finish(self._arrived, self._share, self._tag):
             self._reduce_others(expected)
+        self._arrived = bytearray(len(self._params))
         self._weights.reduced()
 
     def _reduce_others(self, expected: _Plan | None) -> None:
