@@ -40,7 +40,7 @@ def everywhere(epochs: Any = range(2), **given: Any) -> list[Any]:
     names = [name for name in ("train", "val") if name in given]
     asked = list(itertools.product(names, epochs))
     wanted = [read(inline, *each) for each in asked]
-    for number, chunk_bytes, batch_size in ((1, 1 << 20, 64), (2, 2000, 7)):
+    for number, chunk_bytes, batch_size in ((1, 1 << 20, 64), (2, 300, 7)):
         pipeline = SharedPipeline(**given, collate_fn=list)
         with serving(pipeline, num_preprocessors=number, chunk_bytes=chunk_bytes) as agent:
             client = agent.client()
