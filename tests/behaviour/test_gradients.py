@@ -286,9 +286,13 @@ def looks_up(trial: Any) -> None:
             record(trial, weight=model.weight, grad=model.weight.grad.to_dense())
 
 
-@pytest.mark.parametrize("objective", [freezes, checkpoints_by_reentering, branches, looks_up])
+@pytest.mark.parametrize("objective", [freezes, branches, looks_up])
 def test_odd_graphs(lab: Any, objective: Any) -> None:
     lab.same(objective, [2, 3] if objective is not freezes else [3])
+
+
+def test_a_backward_pass_within_another_is_told_of_once(lab: Any) -> None:
+    lab.same(checkpoints_by_reentering, [2, 3], told=["use_reentrant=False exchanges them once"])
 
 
 _kept: dict[str, nn.Module] = {}
