@@ -216,6 +216,11 @@ def group_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def is_in_group() -> bool:
+    """Whether there is a default group, be it the script's own."""
+    return dist.is_initialized()
+
+
 def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
     """Another group of some ranks, by default all, without a time limit; all must call it.
 

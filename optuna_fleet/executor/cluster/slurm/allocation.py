@@ -88,17 +88,14 @@ class Allocation:
             self._closed.set()
             running = list(self._running)
         deadline = time.monotonic() + _END_LIMIT_S
-        for step in running:
-            step.end(max(0.0, deadline - time.monotonic()))
-        for thread in self._threads:  # which the last of them may have made longer
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for wait in (*(step.end for step in running), *(thread.join for thread in self._threads)):
+            wait(max(0.0, deadline - time.monotonic()))
         self.news.close()
 
     # -- on threads -------------------------------------------------------------------------------
 
-    def _begin(self, work: Callable[..., None], *arguments: object) -> None:
-        name = "optuna-fleet-slurm"
-        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+    def _begin(self, work: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, name="optuna-fleet-slurm", daemon=True)
         thread.start()
         self._threads.append(thread)
 
