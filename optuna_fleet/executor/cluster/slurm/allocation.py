@@ -88,8 +88,10 @@ class Allocation:
             self._closed.set()
             running = list(self._running)
         deadline = time.monotonic() + _END_LIMIT_S
-        for wait in (*(step.end for step in running), *(thread.join for thread in self._threads)):
-            wait(max(0.0, deadline - time.monotonic()))
+        for step in running:
+            step.end(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:  # which the last of them may have made longer
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.news.close()
 
     # -- on threads -------------------------------------------------------------------------------
