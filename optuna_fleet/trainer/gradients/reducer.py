@@ -71,7 +71,7 @@ class Reducer:
         self._hooks: list[RemovableHandle] = []
         self._params: list[TensorWeakRef] = []
         self._module_of: list[int] = []
-        self._num_modules = 0
+        self._reached = set[int]()  # modules, in this epoch
         self._plans: dict[bytes, _Plan] = {}
         self._expected: _Plan | None = None
         self._task: int | None = None  # the backward pass under way
@@ -84,13 +84,12 @@ class Reducer:
         All ranks watch the same modules in the same order. Parameters may be frozen and unfrozen
         at any time, but those that are added later are not reduced.
         """
-        known = self._known()
+        known, number = self._known(), len(set(self._module_of))
         for param in module.parameters():
             if id(param) not in known and (param.is_floating_point() or param.is_complex()):
                 self._hooks.append(_hook_gradient(param, partial(self._arrive, len(self._params))))
                 self._params.append(TensorWeakRef(param))
-                self._module_of.append(self._num_modules)
-        self._num_modules += 1
+                self._module_of.append(number)
         self.begin_epoch()
 
     def knows(self, module: torch.nn.Module) -> bool:
@@ -105,6 +104,7 @@ class Reducer:
         """Expect nothing of the next pass: other parameters may be trained from now on."""
         self._expected = self._task = None
         self._arrived = bytearray(len(self._params))
+        self._reached.clear()
         self._plans.clear()
 
     def close(self) -> None:
@@ -166,9 +166,17 @@ class Reducer:
         plan = self._plan(others)
         plan.begin()
         plan.finish(self._arrived, self._share, self._tag)
-        known = bytes(map(max, pattern, done))
-        if len({self._module_of[i] for i, kind in enumerate(known) if kind}) == 1:
-            self._expected = self._plan(known)
+        self._expect(bytes(map(max, pattern, done)))
+
+    def _expect(self, known: bytes) -> None:
+        """The next pass may reach the same: all that any has in this epoch, of one module."""
+        self._reached |= {self._module_of[i] for i, kind in enumerate(known) if kind}
+        if wire_device().type != "cpu":  # where nobody is told of more: all that is trained
+            self._reached |= set(self._module_of)
+            params = [ref() for ref in self._params]
+            trained = [param is not None and param.requires_grad for param in params]
+            known = bytes(kind or _DENSE * one for kind, one in zip(known, trained, strict=True))
+        self._expected = self._plan(known) if len(self._reached) == 1 else None
 
     def _agreed(self) -> bytes:
         """What kind of gradient each parameter has, on any rank.
@@ -243,7 +251,7 @@ class _Plan:
     def finish(self, arrived: bytearray, share: Share, tag: int) -> bool:
         """Reduce what is left; returns whether any rank has gradients beside, or of another kind.
 
-        On a GPU of this rank only: to look would wait for the device.
+        On a GPU that is only looked for on this rank: to hear of others would wait for the device.
         """
         is_more = any(map(operator.gt, arrived, self.pattern))
         for bucket in self._buckets[self._num_launched :]:
