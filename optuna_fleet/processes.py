@@ -138,7 +138,7 @@ class ModuleProcess:
     ) -> None:
         self._pidfd = -1
         self._is_over = threading.Event()
-        self._process = self._started(module, environment, pass_fds)
+        self._process, self._starter = self._started(module, environment, pass_fds)
         assert self._process.stdin is not None
         try:
             self._pidfd = _pidfd_of(self._process)
@@ -152,7 +152,7 @@ class ModuleProcess:
 
     def _started(
         self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
-    ) -> subprocess.Popen[bytes]:
+    ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
         root = str(Path(__file__).parents[1])
         code = f"sys.path.insert(0, {root!r}); from {module} import main; main()"
         return _started_on_lasting_thread(
@@ -210,12 +210,13 @@ class ModuleProcess:
         if pidfd >= 0:
             os.close(pidfd)
         self._is_over.set()
+        self._starter.join()
 
 
 def _started_on_lasting_thread(
     start: Callable[[], subprocess.Popen[bytes]], is_over: threading.Event
-) -> subprocess.Popen[bytes]:
-    """Start a process on a thread that lasts until it `is_over`.
+) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    """Start a process on a thread that lasts until it `is_over`; return both.
 
     The kernel takes the end of the thread that started a process for that of its parent.
 
@@ -232,9 +233,10 @@ def _started_on_lasting_thread(
         else:
             is_over.wait()
 
+    thread = threading.Thread(target=run, name="optuna-fleet-starter", daemon=True)
     try:
-        threading.Thread(target=run, name="optuna-fleet-starter", daemon=True).start()
-        return started.result()
+        thread.start()
+        return started.result(), thread
     except (OSError, RuntimeError) as error:  # the second: no thread
         raise _cannot_start(error) from error
 

@@ -1,12 +1,13 @@
 """Settings of the script's process that hold for its objectives in other processes too.
 
 They are read in the driver when a call of `optimize` begins, and set in trainers before an
-objective is called. torch is never imported here: where it is not loaded it has no settings.
+objective is called, those of torch when it is imported. Where it never is it has no settings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import pickle
 import sys
@@ -70,24 +71,28 @@ class Adoption:
         self._own_filters = list(warnings.filters)
         self._own_log_levels = self._log_levels = _log_levels()
         self._own_torch: dict[str, Any] | None = None
+        self._awaits_torch = False  # filters of its warnings, which can't be read before
 
     def adopt(self, settings: Settings) -> None:
-        """Apply all these settings, those of torch only if it is loaded."""
+        """Apply all these settings but those of torch."""
         logging.disable(settings.log_disabled)
         levels = {**dict.fromkeys(self._log_levels, logging.NOTSET), **self._own_log_levels}
         self._log_levels = {**levels, **settings.log_levels}
         for name, level in self._log_levels.items():
             logging.getLogger(None if name == "root" else name).setLevel(level)
-        self._set_filters([entry for packed in settings.filters for entry in _unpacked(packed)])
+        self._adopt_filters(settings)
         self.adopt_numbers(settings)
 
     def adopt_numbers(self, settings: Settings) -> None:
-        """Apply those that decide what is computed: an objective may have changed them."""
+        """Apply those of NumPy: an objective may have changed them."""
         np.seterr(**settings.numpy_errors)
         np.set_printoptions(**settings.numpy_printing)
-        torch: Any = sys.modules.get("torch")
-        if torch is None:
-            return
+
+    def adopt_torch(self, settings: Settings) -> None:
+        """Apply those of torch, likewise, and import it."""
+        torch = importlib.import_module("torch")
+        if self._awaits_torch:
+            self._adopt_filters(settings)
         if self._own_torch is None:
             self._own_torch = _torch_values(torch)
         wanted = {**self._own_torch, **settings.torch}
@@ -102,6 +107,12 @@ class Adoption:
     def own_filters(self) -> None:
         """Go back to this process' own filters of warnings: imports may warn, as in the script."""
         self._set_filters(self._own_filters)
+
+    def _adopt_filters(self, settings: Settings) -> None:
+        has_torch = "torch" in sys.modules
+        readable = [packed for packed in settings.filters if has_torch or b"torch" not in packed]
+        self._awaits_torch = len(readable) < len(settings.filters)
+        self._set_filters([entry for packed in readable for entry in _unpacked(packed)])
 
     def _set_filters(self, filters: list[Any]) -> None:
         warnings.resetwarnings()  # also has it forget what it looked up in them
@@ -240,9 +251,7 @@ def _packed(entry: Any) -> bytes:
 
 
 def _unpacked(packed: bytes) -> list[Any]:
-    """The filter of warnings, if it can be unpickled here without importing torch."""
-    if b"torch" in packed and "torch" not in sys.modules:
-        return []
+    """The filter of warnings, if it can be unpickled here."""
     try:
         return [pickle.loads(packed)]  # from the driver, on the authenticated channel
     except Exception:

@@ -70,6 +70,7 @@ class IsolatedAllocator:
         self._startup_s = startup_s
         self._child: ModuleProcess | None = None
         self._way: Connection | None = None  # to the child
+        self._writers: list[threading.Thread] = []
         self._has_answered = False
         self._under_way: _UnderWay | None = None
 
@@ -174,6 +175,8 @@ class IsolatedAllocator:
         """Ends the child; a problem under way is dropped. A later :meth:`submit` starts one."""
         self._under_way = None
         self._reap()
+        while self._writers:
+            self._writers.pop().join()  # what it wrote to is gone
 
     def _current(self) -> _UnderWay:
         if self._under_way is None:
@@ -185,7 +188,9 @@ class IsolatedAllocator:
         requests = Connection(os.dup(self._way.fileno()), readable=False)
         # A child that still imports does not read yet, and a socket holds 200 KiB: don't block
         # the caller.
-        threading.Thread(target=_write, args=(requests, request), daemon=True).start()
+        writer = threading.Thread(target=_write, args=(requests, request), daemon=True)
+        writer.start()
+        self._writers = [w for w in self._writers if w.is_alive()] + [writer]
         return self._way
 
     def _receive(self, current: _UnderWay) -> Plan:

@@ -32,6 +32,7 @@ from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.remote import Remote
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, no_driver
+from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
@@ -137,8 +138,8 @@ class Trainer:
             objective = self._objective.of(run)
             self._objective.adopt_numbers()
             seed_run(run.seed, run.number)
-            _join_group(run, self._device, open_training)
-            returned = self._called(objective, FleetTrial(session, open_training), session)
+            with once_torch_is_imported(partial(self._set_up_torch, run)):
+                returned = self._called(objective, session, open_training)
             way_out = "returned"
             session.leave(way_out)
             value = _finished(returned, training)
@@ -174,9 +175,22 @@ class Trainer:
             self._is_spent = self._is_spent or training.is_stuck
         return None if session.waits else ended
 
-    def _called(self, objective: Any, trial: FleetTrial, session: Session) -> Any:
+    def _set_up_torch(self, run: RunTrial) -> None:
+        """Have ``torch``, and ``torch.distributed``, mean this trial from its first line on."""
+        self._objective.adopt_torch()
+        if run.world_size == 1:
+            from optuna_fleet.trainer.groups import join_group_of
+
+            join_group_of(run, self._device.type)
+        seed_torch(run.seed, run.number)
+
+    def _called(
+        self, objective: Any, session: Session, open_training: Callable[[], Training]
+    ) -> Any:
+        if session.run.world_size > 1:
+            open_training()  # joins the group of its ranks
         try:
-            returned = objective(trial)
+            returned = objective(FleetTrial(session, open_training))
         finally:
             session.check()  # what was to unwind it does so, whatever it made of that
         if self._inbox.is_forked:
@@ -202,12 +216,8 @@ class Trainer:
             held.save()
 
     def _training(self, session: Session) -> Training:
-        had_torch = "torch" in sys.modules
         from optuna_fleet.trainer.training import Training  # imports torch
 
-        if not had_torch:  # else the objective may have changed these by now
-            self._objective.adopt_numbers()
-            seed_torch(session.run.seed, session.run.number)
         held, self._held = self._held, None
         return Training(session, self._pipeline, self._device.type, held)
 
@@ -252,16 +262,6 @@ def trainer_main(
     with contextlib.suppress(OSError, DriverGoneError):
         channel.send(TrainerReady(device=device.index, process=process))
         trainer.serve()
-
-
-def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:
-    """Make ``torch.distributed`` mean this trial from the objective's first line on."""
-    if run.world_size > 1:
-        open_training()
-    elif "torch" in sys.modules:
-        from optuna_fleet.trainer.groups import join_group_of
-
-        join_group_of(run, device.type)
 
 
 def _ending_of(raised: BaseException, run: RunTrial) -> Ending:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,16 +51,18 @@ class LoadedObjective:
                     f"{type(error).__name__}: {error}. What it refers to must be importable there "
                     "as it is in your script."
                 ) from error
-            if self._settings.torch:
-                importlib.import_module("torch")  # or its settings would come too late
             self._adoption.adopt(self._settings)
         return self._objectives[run.objective_id]
 
     def adopt_numbers(self) -> None:
-        """Put in force, again, what decides what is computed."""
+        """Put in force, again, what decides what NumPy computes."""
         self._adoption.adopt_numbers(self._settings)
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            # The slot's share of the cores; a script that chose fewer gets those.
-            chosen = self._settings.num_threads or self._num_threads
-            torch.set_num_threads(min(chosen, self._num_threads))
+
+    def adopt_torch(self) -> None:
+        """Put in force, again, what decides what torch computes."""
+        import torch
+
+        self._adoption.adopt_torch(self._settings)
+        # The slot's share of the cores; a script that chose fewer gets those.
+        chosen = self._settings.num_threads or self._num_threads
+        torch.set_num_threads(min(chosen, self._num_threads))

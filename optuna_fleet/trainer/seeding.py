@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
 import numpy as np
 
 
 def seed_run(seed: int, number: int) -> None:
-    """Seed ``random``, NumPy's global generator and, if it is loaded, torch."""
+    """Seed ``random`` and NumPy's global generator; torch's are seeded by `seed_torch`."""
     words = _words(seed, number)
     random.seed(int(words[0]))
     np.random.seed(words[1:2].view(np.uint32))
-    if "torch" in sys.modules:
-        seed_torch(seed, number)
 
 
 def seed_torch(seed: int, number: int) -> None:

@@ -120,6 +120,14 @@ class Quit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFailed:
+    """Last words of an agent: it ends, by an error of its own that `problem` has in words."""
+
+    node: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeGiven:
     """The agent was told that its node will be taken, `in_s` seconds from now."""
 

@@ -84,7 +84,7 @@ def in_a_trial(fleet: Any, *legs: Leg) -> Any:
 def everything_set() -> Iterator[None]:
     """Everything in this process set to something else, and in the end as it was."""
     base, here = Settings(torch={}), Adoption(has_gpu=False)
-    here.adopt_numbers(base)  # notes what torch is set to
+    here.adopt_torch(base)  # notes what torch is set to
     before = settings_here()
     try:
         torch.set_default_dtype(torch.float64)
@@ -111,6 +111,7 @@ def everything_set() -> Iterator[None]:
         yield
     finally:
         here.adopt(before)
+        here.adopt_torch(before)
         torch.set_num_threads(before.num_threads or 1)
         logging.getLogger("a.b").setLevel(logging.NOTSET)
 
@@ -123,7 +124,7 @@ def test_a_script_may_choose_fewer_threads_than_a_slot_has(
     objective = LoadedObjective(3, has_gpu=False, resolve=mock.Mock())
     objective._settings = Settings(num_threads=chosen)
     try:
-        objective.adopt_numbers()
+        objective.adopt_torch()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)

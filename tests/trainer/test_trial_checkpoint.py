@@ -27,7 +27,7 @@ from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import FrequentStates, rng_state, set_rng_state
-from optuna_fleet.trainer.seeding import seed_run
+from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)
@@ -53,13 +53,17 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(1).item()
 
 
+def drawn_of(seed: int, number: int) -> tuple[float, float, float]:
+    seed_run(seed, number)
+    seed_torch(seed, number)
+    return draws()
+
+
 def test_seeds_differ_by_trial_and_repeat() -> None:
     seen = set()
     for seed, number in [(0, 0), (0, 1), (1, 0)]:
-        seed_run(seed, number)
-        first = draws()
-        seed_run(seed, number)
-        assert draws() == first
+        first = drawn_of(seed, number)
+        assert drawn_of(seed, number) == first
         seen.add(first)
     assert len(seen) == 3
 
@@ -321,7 +325,7 @@ class Run:
     """A model with dropout, an optimizer and two schedulers."""
 
     def __init__(self) -> None:
-        seed_run(0, 5)
+        seed_torch(0, 5)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, 8),
             torch.nn.BatchNorm1d(8),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.records import Flight
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.trainer.seeding import seed_run
+from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import RankCall, Reply
 from optuna_fleet.wire.messages import Ended, Remark, RunTrial, Usage
@@ -126,7 +126,7 @@ def _run(
         return training
 
     seed_run(session.run.seed, session.run.number)
-    with _own_group(session.run):
+    with _torch_set_up(session.run):
         try:
             return func(FleetTrial(session, open_training))
         finally:
@@ -135,22 +135,22 @@ def _run(
 
 
 @contextmanager
-def _own_group(run: RunTrial) -> Iterator[None]:
-    """As in a trainer: ``torch.distributed`` is there from the objective's first line on.
+def _torch_set_up(run: RunTrial) -> Iterator[None]:
+    """As in a trainer: ``torch`` means this trial, where the script has no group of its own."""
+    with ExitStack() as at_end:
 
-    Where the script uses torch, and has no group of its own.
-    """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or torch.distributed.is_initialized():
-        yield
-        return
-    from optuna_fleet.trainer.groups import join_group_of, leave_group
+        def set_up() -> None:
+            import torch.distributed as dist
 
-    join_group_of(run, "cpu")
-    try:
-        yield
-    finally:
-        leave_group()
+            from optuna_fleet.trainer.groups import join_group_of, leave_group
+
+            if not dist.is_initialized():
+                join_group_of(run, "cpu")
+                at_end.callback(leave_group)
+            seed_torch(run.seed, run.number)
+
+        with once_torch_is_imported(set_up):
+            yield
 
 
 class _InlineSession(Session):

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
@@ -19,6 +20,7 @@ from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
+    AgentFailed,
     AgentJoining,
     ConnectionEnded,
     NodeLeaving,
@@ -76,6 +78,7 @@ class Agents:
         self._left_out: set[str] = set()  # names of nodes, as the next
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
+        self._failures: dict[str, str] = {}  # of agents, as they told them with their last words
         self._notices: dict[str, Departure] = {}
         self._wanted: int | None = None
         engine.open(connections.invitation)
@@ -113,8 +116,8 @@ class Agents:
         match message:
             case AgentJoining():
                 self._joining(message)
-            case Refused(problem=problem):
-                fleet_logger.warning(f"A node can't take part: {problem}")
+            case AgentFailed():
+                self._failures[message.node] = message.problem
             case SignOfLife():
                 self.nodes.hear(message.agent)
                 self._refuse_namesakes(message.agent)
@@ -147,6 +150,7 @@ class Agents:
         if self.nodes.named(joining.node) is not None:
             self._namesake_joining(joining)
             return
+        self._failures.pop(joining.node, None)  # of the one before
         devices = self.nodes.numbered(joining)
         self.devices.update({device.index: device for device in devices})
         setup = self._set_up(joining, devices)
@@ -216,14 +220,29 @@ class Agents:
         for departure in self._engine.gone():
             if departure.by is not None:
                 self._notices[departure.node] = departure
-            else:
-                is_replaced = self._ended(departure)
-                if (node := self.nodes.named(departure.node)) is not None:
-                    yield node, departure.cause, is_replaced
+                continue
+            node = self.nodes.named(departure.node)
+            told = self._explained(departure, node)
+            is_replaced = self._ended(told)
+            if node is not None:
+                yield node, told.cause, is_replaced
         for node, cause in self.nodes.lost():
             self._engine.end(node.name)
             self.startup.over(node.name)
-            yield node, cause, False
+            told = self._explained(Departure(node=node.name, cause=cause), node)
+            yield node, told.cause, False
+
+    def _explained(self, departure: Departure, node: Node | None) -> Departure:
+        """With what the agent has said of it, which may not have been read."""
+        for message in self._connections.last_words(node.agent) if node is not None else ():
+            if isinstance(message, AgentFailed):
+                self.note(message)
+        problem = self._failures.pop(departure.node, "")
+        if not problem:
+            return departure
+        # However it ended then, it did so by itself.
+        cause = f"its agent failed ({problem.removesuffix('.')})"
+        return replace(departure, cause=cause, exit_code=1)
 
     def replaced_by(self, joining: AgentJoining) -> Node | None:
         """The node whose agent is gone, which may be unread, if this one joins in its place."""
@@ -266,12 +285,10 @@ class Agents:
         # One that was killed is tried again; one that ended by itself would do so again.
         was_killed = departure.exit_code is not None and departure.exit_code < 0
         if self._failed_starts[name] >= (_MAX_FAILED if was_killed else 1):
-            why = why or "what it printed says why"
-            self._leave_out(
-                name,
-                f"{departure.cause} before any trainer was ready, "
-                f"{self._failed_starts[name]} times in a row; {why}.",
-            )
+            number = self._failed_starts[name]
+            often = f", {number} times in a row" if number > 1 else ""
+            why = why or "what it printed says more"
+            self._leave_out(name, f"{departure.cause} before any trainer was ready{often}; {why}.")
             return False
         self._await(name)
         return True

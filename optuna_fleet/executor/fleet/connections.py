@@ -136,9 +136,9 @@ class Connections:
                 yield from self.last_words(message.process)
         yield message
 
-    def last_words(self, process: ProcessId) -> Iterator[Any]:
-        """Yield what a trainer said before it died: that comes before the news of its death."""
-        channel = self.trainers.get(process)
+    def last_words(self, of: ProcessId | str) -> Iterator[Any]:
+        """Yield what a trainer or agent said before it died: that comes before the news of it."""
+        channel = self.agents.get(of) if isinstance(of, str) else self.trainers.get(of)
         while channel is not None and not channel.is_closed and channel.has_message():
             yield from self._receive(channel)
 

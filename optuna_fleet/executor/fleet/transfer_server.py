@@ -40,6 +40,7 @@ class TransferServer:
         with self._lock:
             try:
                 if not self._is_closed:
+                    self._at_work = {t: c for t, c in self._at_work.items() if t.is_alive()}
                     thread.start()
                     self._at_work[thread] = channel
                     return
@@ -51,7 +52,7 @@ class TransferServer:
         """Cut all connections. What has not arrived as a whole leaves nothing."""
         with self._lock:
             self._is_closed = True
-            at_work = dict(self._at_work)
+            at_work, self._at_work = self._at_work, {}
         for thread, channel in at_work.items():
             channel.cut()
             thread.join()
@@ -67,8 +68,6 @@ class TransferServer:
             pass
         finally:
             channel.close()
-            with self._lock:
-                self._at_work.pop(threading.current_thread(), None)
 
     def _answer(self, channel: Channel, request: Any) -> None:
         try:

@@ -74,6 +74,12 @@ class HugePages:
         self._left = self._pause
 
 
+_NO_ROOM = (
+    "{} bytes for preprocessed data can't be had ({}): give SharedPipeline a smaller "
+    "memory_bytes, or allow larger files and more memory (`ulimit -f`, `ulimit -v`)"
+)
+
+
 class Arena:
     """The side of those who write: the agent, and the preprocessors that are forked from it.
 
@@ -97,8 +103,12 @@ class Arena:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         memory = os.memfd_create("optuna-fleet-arena", flags)
         try:
-            os.ftruncate(memory, memory_bytes)
-            self._outer, self._shift = map_aligned((memory, memory_bytes), flags=mmap.MAP_SHARED)
+            try:
+                os.ftruncate(memory, memory_bytes)
+                given = memory, memory_bytes
+                self._outer, self._shift = map_aligned(given, flags=mmap.MAP_SHARED)
+            except OSError as error:
+                raise OSError(error.errno, _NO_ROOM.format(memory_bytes, error.strerror)) from None
             self._address = address_of(self._outer) + self._shift
             with suppress(OSError):
                 fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)

@@ -58,7 +58,9 @@ def preprocessor_main(
     ``load`` returns the data sets, ``settings`` are those of the script, ``asking`` is the way to
     nodes that share chunks with this one.
     """
-    Adoption(has_gpu=False).adopt(settings)
+    adoption = Adoption(has_gpu=False)
+    adoption.adopt(settings)
+    adoption.adopt_torch(settings)
     # One core each: there is one preprocessor per core it may use.
     torch.set_num_threads(1)
     _keep_freed_memory(budgets.chunk_bytes)

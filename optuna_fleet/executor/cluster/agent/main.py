@@ -11,7 +11,8 @@ import platform
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from optuna_fleet.checkpoints.file import CheckpointError
@@ -25,7 +26,7 @@ from optuna_fleet.processes import clean_up_after_parent, end_session, flush_pri
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.node_messages import AgentJoining, Refused, SignOfLife
+from optuna_fleet.wire.node_messages import AgentFailed, AgentJoining, Refused, SignOfLife
 from optuna_fleet.wire.transfer import GetDataSets, OpenTransfer, receive_file
 
 _ENVIRONMENT = {
@@ -77,6 +78,7 @@ def run_agent(options: AgentOptions) -> None:
         ProtocolError: One of the two does not know the other's secret.
         OSError: The driver can't be reached.
         EOFError: It has ended.
+        _AgentError: The agent itself has failed.
     """
     devices = find_fleet(options.devices, options.device_type, options.slots_per_device).devices
     if options.kind is not None:
@@ -98,15 +100,40 @@ def run_agent(options: AgentOptions) -> None:
         pass  # the answer to ours takes long
     if isinstance(setup, Refused):
         raise FleetConfigError(setup.problem)
-    try:
+    with _telling(channel, options.node):
         _check_paths(setup)
         _adopt(setup, host)
         setup = _with_data(setup, options.invitation)
-    except FleetConfigError as error:
-        with contextlib.suppress(OSError):  # it is gone
-            channel.send(Refused(problem=str(error)))
+        Agent(channel, options.invitation, agent, host, setup, options.notice_s).serve()
+
+
+@contextlib.contextmanager
+def _telling(channel: Channel, node: str) -> Iterator[None]:
+    """Tell the driver of what fails here; who can't be told is gone, which is what failed.
+
+    Raises:
+        EOFError: The driver is gone.
+        FleetConfigError: As it was raised.
+        _AgentError: Anything else, which is its cause.
+    """
+    try:
+        yield
+    except EOFError:
         raise
-    Agent(channel, options.invitation, agent, host, setup, options.notice_s).serve()
+    except Exception as error:
+        is_clear = isinstance(error, FleetConfigError)
+        problem = str(error) if is_clear else f"{type(error).__name__}: {error}"
+        try:
+            channel.send(AgentFailed(node=node, problem=problem))
+        except OSError:
+            raise EOFError(str(error)) from error
+        if is_clear:
+            raise
+        raise _AgentError(problem) from error
+
+
+class _AgentError(Exception):
+    """The agent itself has failed, and has told the driver."""
 
 
 def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
@@ -173,6 +200,9 @@ def main() -> None:
         problem = "" if options.is_child else f"the driver is gone: {str(error) or 'it hung up'}"
     except (FleetConfigError, ProtocolError) as error:
         problem = str(error)
+    except _AgentError as error:
+        traceback.print_exception(error.__cause__)
+        problem = "" if options.is_child else f"it failed with {error}"
     except KeyboardInterrupt:
         problem = "interrupted"
     if problem:

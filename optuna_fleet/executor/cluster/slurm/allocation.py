@@ -51,6 +51,7 @@ class Allocation:
         self._lock = threading.Lock()
         self._running: set[Step] = set()
         self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._notice: tuple[str, float] | None = None
         self._ending: tuple[str, float] | None = None
         self._begin(self._look_and_run)
@@ -88,13 +89,17 @@ class Allocation:
         deadline = time.monotonic() + _END_LIMIT_S
         for step in running:
             step.end(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:  # which the last of them may have made longer
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.news.close()
 
     # -- on threads -------------------------------------------------------------------------------
 
     def _begin(self, work: Callable[..., None], *arguments: object) -> None:
         name = "optuna-fleet-slurm"
-        threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _look_and_run(self) -> None:
         job = None
