@@ -138,7 +138,8 @@ class ModuleProcess:
     ) -> None:
         self._pidfd = -1
         self._is_over = threading.Event()
-        self._process, self._starter = self._started(module, environment, pass_fds)
+        self._starter: threading.Thread | None = None
+        self._process = self._started(module, environment, pass_fds)
         assert self._process.stdin is not None
         try:
             self._pidfd = _pidfd_of(self._process)
@@ -152,10 +153,10 @@ class ModuleProcess:
 
     def _started(
         self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
-    ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    ) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).parents[1])
         code = f"sys.path.insert(0, {root!r}); from {module} import main; main()"
-        return _started_on_lasting_thread(
+        process, self._starter = _started_on_lasting_thread(
             lambda: subprocess.Popen(
                 _running_with_parent(code),
                 stdin=subprocess.PIPE,
@@ -167,6 +168,7 @@ class ModuleProcess:
             ),
             self._is_over,
         )
+        return process
 
     @property
     def pid(self) -> int:
@@ -210,7 +212,8 @@ class ModuleProcess:
         if pidfd >= 0:
             os.close(pidfd)
         self._is_over.set()
-        self._starter.join()
+        if self._starter is not None:
+            self._starter.join()
 
 
 def _started_on_lasting_thread(
