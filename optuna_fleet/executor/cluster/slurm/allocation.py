@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optuna_fleet.exceptions import LaunchError
@@ -16,6 +16,7 @@ from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.slurm.commands import ask_job, departures_of, is_put_off
 from optuna_fleet.executor.cluster.slurm.gpus import ask_gpus, in_steps
 from optuna_fleet.executor.cluster.slurm.step import Step
+from optuna_fleet.executor.cluster.slurm.threads import Threads
 from optuna_fleet.processes import cause_of_death
 
 _MOST_RESTARTS = 3
@@ -51,10 +52,10 @@ class Allocation:
         self._lock = threading.Lock()
         self._running: set[Step] = set()
         self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads()
         self._notice: tuple[str, float] | None = None
         self._ending: tuple[str, float] | None = None
-        self._begin(self._look_and_run)
+        self._threads.begin(self._look_and_run)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -89,17 +90,10 @@ class Allocation:
         deadline = time.monotonic() + _END_LIMIT_S
         for step in running:
             step.end(max(0.0, deadline - time.monotonic()))
-        for thread in self._threads:  # which the last of them may have made longer
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads.wait(deadline)
         self.news.close()
 
     # -- on threads -------------------------------------------------------------------------------
-
-    def _begin(self, work: Callable[..., None], *arguments: object) -> None:
-        name = "optuna-fleet-slurm"
-        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
 
     def _look_and_run(self) -> None:
         job = None
@@ -109,9 +103,9 @@ class Allocation:
         if job is not None:
             self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
             if job.end is not None:
-                self._begin(self._tell_limit, job.end)
+                self._threads.begin(self._tell_limit, job.end)
         for nodes in in_steps(self.nodes, self._gpus):
-            self._begin(self._run, nodes)
+            self._threads.begin(self._run, nodes)
 
     def _tell_limit(self, end: float) -> None:
         """Tell of the time limit, and again if whoever runs Slurm has put it off meanwhile."""
@@ -138,7 +132,7 @@ class Allocation:
         how = cause_of_death(step.wait())
         its = [node for node, last in self._steps.items() if last is step]
         if its and is_put_off(step.said):
-            self._begin(self._run_again, its, _PUT_OFF_S)
+            self._threads.begin(self._run_again, its, _PUT_OFF_S)
         else:
             for node in its:
                 departure = Departure(node=node, cause=f"its srun ended with {how}")
@@ -185,7 +179,7 @@ class Allocation:
             self._steps[node] = None
             self.news.tell(departure)
             self._tell_notice(node)  # it is about the agent that comes next, too
-            self._begin(self._run_again, [node])
+            self._threads.begin(self._run_again, [node])
             return
         self._steps.pop(node, None)
         if self._ending is not None:
