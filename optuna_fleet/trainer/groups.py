@@ -211,14 +211,14 @@ def _shut_down(groups: list[dist.ProcessGroup]) -> None:
             groups.pop().shutdown()
 
 
+def has_group() -> bool:
+    """Whether there is a default group."""
+    return dist.is_initialized()
+
+
 def group_size() -> int:
     """Number of processes in the default group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def is_in_group() -> bool:
-    """Whether there is a default group, be it the script's own."""
-    return dist.is_initialized()
 
 
 def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:

@@ -36,6 +36,7 @@ from optuna_fleet import FleetExecutor
 import helper
 
 def plain(trial):
+    trial.set_user_attr("imported", "".join(["tor", "ch"]) in sys.modules)
     return 0.0
 
 def late(trial):
@@ -85,7 +86,7 @@ if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
     with FleetExecutor(devices=3, device_type="cpu") as fleet:
-        told(plain, executor=fleet)
+        told_all["imported"] = told(plain, "imported", executor=fleet)
         for name in ("first", "second"):
             [told_all[name]] = told(late_and_rude, "found", executor=fleet)
         twice = told(dies_at_first, "before", "found", executor=fleet)
@@ -119,9 +120,11 @@ def of_the_script(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arguments", [(), ("torch",)])
 def test_torch_is_set_up_whenever_it_is_imported(
-    tmp_path: Path, arguments: tuple[str, ...]
+    tmp_path_factory: pytest.TempPathFactory, arguments: tuple[str, ...]
 ) -> None:
-    told = of_the_script(tmp_path, *arguments)
+    # The folder's name is in the objective's pickle, where torch's would have it imported first.
+    told = of_the_script(tmp_path_factory.mktemp("late"), *arguments)
+    assert told["imported"] == [[False, False, False]]
     first = told["first"]
     assert first == told["second"]
     assert len({tuple(found["drawn"]) for found in first}) == 3

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optuna_fleet.exceptions import LaunchError
@@ -16,6 +16,7 @@ from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.slurm.commands import ask_job, departures_of, is_put_off
 from optuna_fleet.executor.cluster.slurm.gpus import ask_gpus, in_steps
 from optuna_fleet.executor.cluster.slurm.step import Step
+from optuna_fleet.executor.cluster.slurm.threads import Threads
 from optuna_fleet.processes import cause_of_death
 
 _MOST_RESTARTS = 3
@@ -44,22 +45,22 @@ class Allocation:
         self._job = job
         self._agent = agent
         self._environment = environment
-        # The srun of each node's agent; None until it has begun. Read and changed under the lock.
+        # The srun of each node's agent; None until it has begun.
         self._steps: dict[str, Step | None] = dict.fromkeys(nodes)
         self._gpus: dict[str, int] = {}
         self._num_restarts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._running: set[Step] = set()
         self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads()
         self._notice: tuple[str, float] | None = None
         self._ending: tuple[str, float] | None = None
-        self._begin(self._look_and_run)
+        self._threads.begin(self._look_and_run)
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Those that have an agent, or soon will."""
-        return tuple(self._steps)  # at once: a signal handler must not wait for the lock
+        return tuple(self._steps)
 
     def leave(self, cause: str, by: float) -> None:
         """Tell that all nodes will be gone; may be called by a signal handler."""
@@ -79,8 +80,7 @@ class Allocation:
 
     def leave_out(self, node: str) -> None:
         """Start no other agent on this node."""
-        with self._lock:
-            self._steps.pop(node, None)
+        self._steps.pop(node, None)
 
     def close(self) -> None:
         """Wait for the agents' end, which is near, or end them."""
@@ -90,16 +90,10 @@ class Allocation:
         deadline = time.monotonic() + _END_LIMIT_S
         for step in running:
             step.end(max(0.0, deadline - time.monotonic()))
-        for thread in self._threads:  # which the last of them may have made longer
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads.wait(deadline)
         self.news.close()
 
     # -- on threads -------------------------------------------------------------------------------
-
-    def _begin(self, work: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=work, args=args, name="optuna-fleet-slurm", daemon=True)
-        thread.start()
-        self._threads.append(thread)
 
     def _look_and_run(self) -> None:
         job = None
@@ -109,9 +103,9 @@ class Allocation:
         if job is not None:
             self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
             if job.end is not None:
-                self._begin(self._tell_limit, job.end)
+                self._threads.begin(self._tell_limit, job.end)
         for nodes in in_steps(self.nodes, self._gpus):
-            self._begin(self._run, nodes)
+            self._threads.begin(self._run, nodes)
 
     def _tell_limit(self, end: float) -> None:
         """Tell of the time limit, and again if whoever runs Slurm has put it off meanwhile."""
@@ -136,14 +130,15 @@ class Allocation:
             return
         self._listen(step)
         how = cause_of_death(step.wait())
-        with self._lock:
-            its = [node for node, last in self._steps.items() if last is step]
-            self._running.discard(step)
+        its = [node for node, last in self._steps.items() if last is step]
         if its and is_put_off(step.said):
-            self._begin(self._run_again, its, _PUT_OFF_S)
+            self._threads.begin(self._run_again, its, _PUT_OFF_S)
         else:
-            ended = [Departure(node=node, cause=f"its srun ended with {how}") for node in its]
-            self._left(*(replace(d, is_replaced=self._num_restarts[d.node] > 0) for d in ended))
+            for node in its:
+                departure = Departure(node=node, cause=f"its srun ended with {how}")
+                self._left(replace(departure, is_replaced=self._num_restarts[node] > 0))
+        with self._lock:
+            self._running.discard(step)
         self._tell_if_last(f"The srun of job {self._job} ended with {how}. It said:\n{step.said}")
 
     def _tell_if_last(self, problem: str) -> None:
@@ -157,8 +152,7 @@ class Allocation:
 
     def _started(self, nodes: Sequence[str]) -> Step | None:
         with self._lock:
-            nodes = [node for node in nodes if node in self._steps]  # others are left out
-            if self._closed.is_set() or not nodes:
+            if self._closed.is_set():
                 return None
             step = Step(self._agent, nodes, self._gpus, self._environment)
             self._running.add(step)
@@ -171,14 +165,10 @@ class Allocation:
             is_over = self._ending is not None or self._closed.is_set()
             if not line.startswith("srun: ") or (line.startswith("srun: error: ") and not is_over):
                 step.say(line)
-            self._left(*departures_of(line))
+            for departure in departures_of(line):
+                self._left(departure)
 
-    def _left(self, *departures: Departure) -> None:
-        with self._lock:
-            for departure in departures:
-                self._note_left(departure)
-
-    def _note_left(self, departure: Departure) -> None:
+    def _left(self, departure: Departure) -> None:
         node = departure.node
         if node not in self._steps or self._closed.is_set():
             return
@@ -189,7 +179,7 @@ class Allocation:
             self._steps[node] = None
             self.news.tell(departure)
             self._tell_notice(node)  # it is about the agent that comes next, too
-            self._begin(self._run_again, [node])
+            self._threads.begin(self._run_again, [node])
             return
         self._steps.pop(node, None)
         if self._ending is not None:
@@ -197,8 +187,12 @@ class Allocation:
         self.news.tell(replace(departure, is_replaced=False))
 
     def _run_again(self, nodes: Sequence[str], wait_s: float = _RESTART_AFTER_S) -> None:
-        self._closed.wait(wait_s)
-        if self._ending is not None:
-            self._left(*(Departure(node=node, cause="") for node in nodes))
-            self._tell_if_last("")
-        self._run(nodes)  # those that are not left, or left out
+        # They may have ended as all do in the end, or be left out.
+        if self._closed.wait(wait_s) or not (nodes := [n for n in nodes if n in self._steps]):
+            return
+        if self._ending is None:
+            self._run(nodes)
+            return
+        for node in nodes:
+            self._left(Departure(node=node, cause=""))
+        self._tell_if_last("")
