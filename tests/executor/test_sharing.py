@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ def test_each_sample_is_preprocessed_once_per_epoch_and_delivered_to_every_trial
     for other in others:
         assert other["seen"] == first["seen"]  # the same order at another batch size
         assert other["looks"] == first["looks"]  # the same augmentation
-    preprocessed = sorted(map(int, log.read_text().split()))
-    assert preprocessed == sorted([*range(40), *range(40)])
+    preprocessed = Counter(map(int, log.read_text().split()))
+    # One is made once more at first, to see whether that gives the same.
+    assert sorted(preprocessed.values()) == [2] * 39 + [3]
     assert (summary.preprocessed, summary.consumed) == (80, 320)
     assert summary.sharing_factor == 4.0
 

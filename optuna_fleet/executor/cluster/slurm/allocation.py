@@ -45,7 +45,7 @@ class Allocation:
         self._job = job
         self._agent = agent
         self._environment = environment
-        # The srun of each node's agent; None until it has begun.
+        # The srun of each node's agent; None until it has begun. Read and changed under the lock.
         self._steps: dict[str, Step | None] = dict.fromkeys(nodes)
         self._gpus: dict[str, int] = {}
         self._num_restarts: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Allocation:
     @property
     def nodes(self) -> tuple[str, ...]:
         """Those that have an agent, or soon will."""
-        return tuple(self._steps)
+        return tuple(self._steps)  # at once: a signal handler must not wait for the lock
 
     def leave(self, cause: str, by: float) -> None:
         """Tell that all nodes will be gone; may be called by a signal handler."""
@@ -80,7 +80,8 @@ class Allocation:
 
     def leave_out(self, node: str) -> None:
         """Start no other agent on this node."""
-        self._steps.pop(node, None)
+        with self._lock:
+            self._steps.pop(node, None)
 
     def close(self) -> None:
         """Wait for the agents' end, which is near, or end them."""
@@ -130,15 +131,14 @@ class Allocation:
             return
         self._listen(step)
         how = cause_of_death(step.wait())
-        its = [node for node, last in self._steps.items() if last is step]
+        with self._lock:
+            its = [node for node, last in self._steps.items() if last is step]
+            self._running.discard(step)
         if its and is_put_off(step.said):
             self._threads.begin(self._run_again, its, _PUT_OFF_S)
         else:
-            for node in its:
-                departure = Departure(node=node, cause=f"its srun ended with {how}")
-                self._left(replace(departure, is_replaced=self._num_restarts[node] > 0))
-        with self._lock:
-            self._running.discard(step)
+            ended = [Departure(node=node, cause=f"its srun ended with {how}") for node in its]
+            self._left(*(replace(d, is_replaced=self._num_restarts[d.node] > 0) for d in ended))
         self._tell_if_last(f"The srun of job {self._job} ended with {how}. It said:\n{step.said}")
 
     def _tell_if_last(self, problem: str) -> None:
@@ -152,7 +152,8 @@ class Allocation:
 
     def _started(self, nodes: Sequence[str]) -> Step | None:
         with self._lock:
-            if self._closed.is_set():
+            nodes = [node for node in nodes if node in self._steps]  # others are left out
+            if self._closed.is_set() or not nodes:
                 return None
             step = Step(self._agent, nodes, self._gpus, self._environment)
             self._running.add(step)
@@ -165,10 +166,14 @@ class Allocation:
             is_over = self._ending is not None or self._closed.is_set()
             if not line.startswith("srun: ") or (line.startswith("srun: error: ") and not is_over):
                 step.say(line)
-            for departure in departures_of(line):
-                self._left(departure)
+            self._left(*departures_of(line))
 
-    def _left(self, departure: Departure) -> None:
+    def _left(self, *departures: Departure) -> None:
+        with self._lock:
+            for departure in departures:
+                self._note_left(departure)
+
+    def _note_left(self, departure: Departure) -> None:
         node = departure.node
         if node not in self._steps or self._closed.is_set():
             return
@@ -187,12 +192,8 @@ class Allocation:
         self.news.tell(replace(departure, is_replaced=False))
 
     def _run_again(self, nodes: Sequence[str], wait_s: float = _RESTART_AFTER_S) -> None:
-        # They may have ended as all do in the end, or be left out.
-        if self._closed.wait(wait_s) or not (nodes := [n for n in nodes if n in self._steps]):
-            return
-        if self._ending is None:
-            self._run(nodes)
-            return
-        for node in nodes:
-            self._left(Departure(node=node, cause=""))
-        self._tell_if_last("")
+        self._closed.wait(wait_s)
+        if self._ending is not None:
+            self._left(*(Departure(node=node, cause="") for node in nodes))
+            self._tell_if_last("")
+        self._run(nodes)  # those that are not left, or left out
