@@ -283,13 +283,12 @@ class _Bucket:
         )
         self._views = [v.view(param.shape) for v, param in zip(parts, params, strict=False)]
         self._rows = [part if len(part) else None for part in parts[len(params) :]]
-        self._weighed = self._flat[: sum(sizes)]
         self.work: dist.Work | None = None  # under way
         self._has_all = True
 
     def launch(self, share: Share, tag: int, *, is_more: bool = False) -> None:
         """Start to sum the gradients over the ranks, each weighted by its share."""
-        present, is_padding = [], share.dummy
+        present, is_padding, weight = [], share.dummy, share.weight
         for ref, view, rows in zip(self.params, self._views, self._rows, strict=True):
             param = ref()
             grad = None if param is None else param.grad
@@ -300,8 +299,7 @@ class _Bucket:
             if grad is None or is_padding:
                 view.zero_()
             else:
-                view.copy_(grad.to_dense() if grad.is_sparse else grad)
-        self._weighed.mul_(share.weight)
+                torch.mul(grad.to_dense() if grad.is_sparse else grad, weight, out=view)
         self._has_all = all(present)
         if self._has_all:
             self._flags.fill_(1)
