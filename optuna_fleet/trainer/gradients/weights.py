@@ -93,8 +93,7 @@ class Weights:
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
         step: How many batches were handed out for training; 0 where another thread takes them.
-        is_weighted: `weigh` was called since gradients were reduced.
-        was_weighted: It was before they were reduced last.
+        was_weighted: `weigh` was called for the gradients that were reduced last.
         has_trained: A part of a batch was handed out for training since this was last unset.
         collectives: Number, purpose and step of the last collectives of this rank.
         at_collective: Told what a collective is for that is about to begin.
@@ -119,16 +118,12 @@ class Weights:
         """All ranks begin to count alike; nothing of an earlier batch is in use."""
         self.present = Share()
         self.lockstep = self.has_trained = False
-        self.is_weighted = self.was_weighted = self._is_ahead = False
+        self._is_weighted = self.was_weighted = self._is_ahead = False
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self.step = 0
         self._open: dict[int, tuple[Share, bool]] = {}
         self._passes: dict[int, _Pass] = {}
         self._settled: Share | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
-        # A copied model trains on the same batches, so its layers look at the same holder.
-        return self
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -215,7 +210,7 @@ class Weights:
         shares = self._at_hand()
         if len(shares) == 1 or len({share.pattern for share in shares}) == 1:
             return shares[-1]
-        if self.is_weighted and (self._is_ahead or not _have_padding(shares)):
+        if self._is_weighted and (self._is_ahead or not _have_padding(shares)):
             return Share()
         raise self._unlike(shares)
 
@@ -267,7 +262,7 @@ class Weights:
             share = self.settle()
             return 0.0 if share.dummy else part / share.weight
 
-        self.is_weighted, self._is_ahead = True, fetched_ahead
+        self._is_weighted, self._is_ahead = True, fetched_ahead
         drop_nans(loss, part == 0)
         return _Scaled.apply(loss, factor)  # type: ignore[no-any-return]
 
@@ -276,7 +271,7 @@ class Weights:
         for one in self._passes.values():
             one.reduced()
         self._settled = None
-        self.was_weighted, self.is_weighted = self.is_weighted, False
+        self.was_weighted, self._is_weighted = self._is_weighted, False
 
 
 def _have_padding(shares: Iterable[Share]) -> bool:
