@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optuna_fleet.events import EpochDecision
 from optuna_fleet.wire.packing import Raised
 
 
@@ -73,9 +74,17 @@ class ShouldPrune(RankCall):
     last_step: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class AfterEpoch:
+    """What a run does after an epoch; `stays` as in `StopAt`, where it yields."""
+
+    decision: EpochDecision
+    stays: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpoch(RankCall):
-    """The run has done this epoch and asks what to do: answered with an `EpochDecision`.
+    """The run has done this epoch and asks what to do: answered with `AfterEpoch`.
 
     Attributes:
         last_step: As of `ShouldPrune`.

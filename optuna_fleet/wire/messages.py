@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from optuna_fleet.events import Ending
-from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 from optuna_fleet.wire.packing import Raised
 
@@ -63,13 +62,8 @@ class RunTrial:
         collective_s: Seconds after which a collective, or the rendezvous before, gives up.
         num_devices: Most devices of one type that the trial could have in this fleet.
         num_of_all_types: Most that it could have if it spans types.
-        follows: The run whose ranks wait where they stopped: it goes on with what rank 0 has in
-            memory; None if the objective begins anew.
-        num_stay: The first ranks, which wait there; the others have run the objective's beginning.
-        rehearses: Run the beginning alone, and wait where the objective needs what the run that it
-            `follows` has in memory. It is no run: nobody hears of it but by `Rehearsed`.
-        answers: Of the calls that the beginning makes, by their index: what is called, and what
-            all ranks were answered.
+        held: The run that left its state in the memory of rank 0's process: the trial goes on with
+            that, `checkpoints` or not. None where it goes on with a checkpoint, or begins.
     """
 
     run_id: int
@@ -98,10 +92,7 @@ class RunTrial:
     study_name: str = ""
     by_gloo: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    follows: int | None = None
-    num_stay: int = 0
-    rehearses: bool = False
-    answers: Mapping[int, tuple[str, Reply]] = field(default_factory=dict)
+    held: int | None = None
 
     @property
     def are_alike(self) -> bool:
@@ -119,24 +110,17 @@ class AskStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAt:
-    """Stop before the first step that is not before this one.
+    """Stop before the first step that is not before this one, and capture the trial's state.
 
-    If it `saves`, all ranks make a checkpoint of it there, and go on. Else the ranks that stay, if
-    any do, wait there for the run that goes on; all others leave.
+    If it `saves`, the state is written, and all ranks go on. Else all leave the objective: at once
+    if the trial `stays` with rank 0's process, whose memory has the state; if not when the
+    checkpoint is written.
     """
 
     run_id: int
     place: Place
-    stays: tuple[int, ...] = ()
     saves: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """A rank that waits where it has stopped is to leave; it `saves` first, if it is to."""
-
-    run_id: int
-    saves: bool
+    stays: bool = False
 
 
 # -- trainer to driver ----------------------------------------------------------------------------
@@ -149,15 +133,6 @@ class AtStep:
     run_id: int
     rank: int
     place: Place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """A rehearsal waits for its run to begin; or has left the objective: it is not `is_ready`."""
-
-    run_id: int
-    device: int
-    is_ready: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,9 +245,9 @@ class Ended:
     """One rank left the objective, at `time_s` of the machine's monotonic clock.
 
     `value` is packed. `is_last`: its process serves no more runs and ends. `has_device_failed`: by
-    an error of the device itself, which `error` describes. `waits`: it has not left, but waits
-    where it has stopped, for `RunTrial` or `Release`. `can_join`: others can, once they have
-    run the objective's beginning, as it does nothing that needs all ranks.
+    an error of the device itself, which `error` describes. `holds`: its process has the state of
+    the run in memory, until it begins another run. A checkpoint of it is written, or will be:
+    `CheckpointSaved` or `CheckpointFailed` tells.
     """
 
     run_id: int
@@ -286,5 +261,4 @@ class Ended:
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
     has_device_failed: bool = False
-    waits: bool = False
-    can_join: bool = False
+    holds: bool = False
