@@ -95,6 +95,11 @@ class RunTrial:
     held: int | None = None
 
     @property
+    def resumes(self) -> bool:
+        """Whether the trial goes on from where it was."""
+        return self.held is not None or bool(self.checkpoints)
+
+    @property
     def are_alike(self) -> bool:
         """Whether all devices of the fleet are of one type, as far as is known."""
         return self.num_of_all_types <= self.num_devices
