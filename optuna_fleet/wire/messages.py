@@ -142,7 +142,10 @@ class AtStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The run has come to where it is to stop within its epoch."""
+    """The run has come to where it is to leave.
+
+    The checkpoint that it tells of next is of the state that it leaves with.
+    """
 
     run_id: int
 

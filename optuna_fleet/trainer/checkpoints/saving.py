@@ -41,7 +41,7 @@ class Saver:
         self._run = session.run
         self._owner = Owner(study=self._run.study_name, trial=self._run.number)
         self._files = RunFiles(self._run, session.dial)
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = before._thread if before else None
         self._has_failed = False
         self._best: Captured | None = before._best if before else None
         self._written_best: Captured | None = before._written_best if before else None

@@ -13,6 +13,7 @@ from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages, gathered
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.wire import messages
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain
 
@@ -64,6 +65,8 @@ class Leaving:
             Yielded: It has left, even if the objective catches everything.
         """
         self._saver.finish()
+        if self._run.rank == 0:  # what is told of a checkpoint after this is of what it leaves
+            self._session.send(messages.Leaving(run_id=self._run.run_id))
         found = None if self._state.is_empty else self._captured(step)
         if found is not None:
             self._saver.save(found)
