@@ -158,9 +158,11 @@ def write(file: IO[bytes], content: Captured, owner: Owner) -> None:
     Raises:
         OSError: It can't be written.
     """
-    checkpoint_file.write(
-        file, lambda payload: payload.write(content.data), owner=owner, epoch=content.epoch
-    )
+
+    def put(payload: IO[bytes]) -> None:
+        payload.write(content.data)
+
+    checkpoint_file.write(file, put, owner=owner, epoch=content.epoch)
 
 
 @dataclass(frozen=True, slots=True)

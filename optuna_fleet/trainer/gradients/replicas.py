@@ -101,7 +101,6 @@ class Net:
                 shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
                 raise self._weights.too_wide(APART.format(names=shown))
 
-
     def sums(self) -> dict[str, list[float]]:
         """Of all that is compared: the sum, and that of absolute values."""
         return {name: [total, size] for name, total, size, _ in self._numbers()}
