@@ -154,7 +154,9 @@ def goes_on_before_it_is_written(trial: Any, *, folder: Path, within: bool) -> f
     def writes_later(*args: Any) -> None:
         until = time.monotonic() + 20.0
         while not goes_on.exists():
-            assert time.monotonic() < until, "nobody goes on"
+            if time.monotonic() > until:
+                (folder / "in vain").touch()
+                break
             time.sleep(0.01)
         write(*args)
 
@@ -185,6 +187,7 @@ def test_a_trial_that_keeps_a_device_waits_for_no_file(
     study.optimize(objective, n_trials=1, executor=fleet)
     assert endings(study) == ["yielded", "returned"]
     assert study.trials[0].value == 2 * STEPS
+    assert not (tmp_path / "in vain").exists()
 
 
 def test_a_rate_is_measured_where_a_trial_goes_on_in_an_epochs_midst(
