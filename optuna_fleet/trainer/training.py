@@ -64,6 +64,7 @@ class Training:
         totals: See `FleetTrial.totals`.
         weights: What batches weigh.
         optimizer_steps: What is done with them.
+        saver: Writes checkpoints.
         leaving: Saves the trial, and leaves its devices.
         batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
@@ -102,8 +103,8 @@ class Training:
             steps=self.optimizer_steps,
             net=self._net,
         )
-        self._saver = Saver(session, held.saver if held else None)
-        self.leaving = Leaving(session, self._kept, self._saver)
+        self.saver = Saver(session, held.saver if held else None)
+        self.leaving = Leaving(session, self._kept, self.saver)
         self._parts = parts = Parts(
             session=session,
             device=self.device,
@@ -147,7 +148,7 @@ class Training:
             self._kept.go_on_with(content or unpacked(data), self.device)
 
     def _newest(self) -> tuple[Captured | None, Checkpoint | None]:
-        found, problems = self._saver.newest()
+        found, problems = self.saver.newest()
         for problem in problems:
             self._session.warn(problem)
         return (found.captured, found.content) if found else (None, None)
@@ -168,7 +169,7 @@ class Training:
             self.in_stages.close(alone=alone)
         self._stop_watching()
         if self.leaving.held is None:  # or the file would appear when nobody expects it any more
-            self._saver.finish()
+            self.saver.finish()
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
         self.is_stuck = alone and not can_leave_alone(self.device.type)
         if not self.is_stuck:

@@ -115,7 +115,11 @@ def captured(checkpoint: Checkpoint) -> Captured:
     try:
         unpacked(buffer.getbuffer(), "meta")
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"It could not be loaded again: {error}") from error
+        why = str(error).partition("WeightsUnpickler error:")[2].split("\n\n")[0].strip()
+        raise CheckpointError(
+            f"Torch could not load again what the trial keeps ({why or error}): store plain "
+            "numbers, strings and tensors."
+        ) from error
     return Captured(buffer.getbuffer(), checkpoint.position, checkpoint.epoch)
 
 

@@ -104,10 +104,12 @@ class Weights:
     """
 
     def __init__(
-        self, go_on_with_fewer: Callable[[str, int], None], collectives: Collectives
+        self,
+        go_on_with_fewer: Callable[[str, int], object] = lambda text, max_devices: None,
+        collectives: Collectives | None = None,
     ) -> None:
         self._go_on_with_fewer = go_on_with_fewer
-        self._collectives = collectives
+        self._collectives = Collectives() if collectives is None else collectives
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.present = Share()
