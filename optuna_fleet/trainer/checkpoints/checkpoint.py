@@ -115,7 +115,7 @@ def captured(checkpoint: Checkpoint) -> Captured:
     try:
         unpacked(buffer.getbuffer(), "meta")
     except pickle.UnpicklingError as error:
-        why = str(error).partition("WeightsUnpickler error:")[2].split("\n\n")[0].strip()
+        why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         raise CheckpointError(
             f"Torch could not load again what the trial keeps ({why or error}): store plain "
             "numbers, strings and tensors."
