@@ -255,7 +255,7 @@ def test_what_torch_can_not_load_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:  # as another version of torch might write it
-        patched.setattr(checkpoint, "unpacked", lambda data, device: None)
+        patched.setattr(checkpoint, "_check_loadable", lambda data: None)
         save(tmp_path / "c", make(state={"mine": 10**700}))  # an opcode that it does not know
     with pytest.raises(CheckpointError, match="what torch can't load"):
         checkpoint.load(tmp_path / "c", OWNER)
