@@ -253,16 +253,14 @@ class Training:
         return self._epochs(len(periods), periods)
 
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
-        self._position.loop += 1
-        loop = self._position.loop
-        first = self._kept.first_epoch()
+        loop = self._position.begin_loop()
+        first = self._kept.begin_loop()
         if first is None:
             return
-        self._kept.begin_loop()
-        self._position.is_inside, self._position.num_epochs = True, num_epochs
-        with self._position.counting(periods):
+        with self._position.counting(num_epochs, periods):
             for epoch in range(first, num_epochs):
-                self._position.epoch = self._session.epoch = epoch
+                self._position.begin_epoch(epoch)
+                self._session.begin_epoch(epoch)
                 self._within.begin_epoch()
                 self._reducer.begin_epoch()
                 yield epoch
@@ -271,11 +269,9 @@ class Training:
                 if self.in_stages is not None:
                     self.in_stages.flush()
                 self._loader.end_epoch()
-                if epoch + 1 == num_epochs:
+                if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
-                if not self._goes_on_after(epoch):
-                    break
-        self._position.is_inside = False
+        self._position.end_loop()
 
     def _goes_on_after(self, epoch: int) -> bool:
         # First what needs no other rank: one that left this epoch early is told of at once.
