@@ -112,11 +112,22 @@ def captured(checkpoint: Checkpoint) -> Captured:
     buffer = io.BytesIO()
     with _without_crc():
         torch.save({field.name: getattr(fit, field.name) for field in fields(fit)}, buffer)
-    try:
-        unpacked(buffer.getbuffer(), "meta")
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"It could not be loaded again: {error}") from error
+    _check_loadable(buffer.getbuffer())
     return Captured(buffer.getbuffer(), checkpoint.position, checkpoint.epoch)
+
+
+def _check_loadable(data: Bytes) -> None:
+    try:
+        try:
+            unpacked(data, "meta")  # reads no numbers
+        except RuntimeError:  # sparse tensors need theirs
+            unpacked(data)
+    except pickle.UnpicklingError as error:
+        why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
+        raise CheckpointError(
+            f"Torch could not load again what the trial keeps ({why or error}): store plain "
+            "numbers, strings and tensors."
+        ) from error
 
 
 def unpacked(data: Bytes, device: str = "cpu") -> Checkpoint:

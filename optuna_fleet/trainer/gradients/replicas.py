@@ -95,11 +95,11 @@ class Net:
         Raises:
             TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
         """
-        if self._weights.has_trained and group_size() > 1:
-            self._weights.has_trained = False
-            if names := find_divergence(self._objects, self._state, self._weights):
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                raise self._weights.too_wide(APART.format(names=shown))
+        if group_size() == 1 or not self._weights.take_trained():
+            return
+        if names := find_divergence(self._objects, self._state, self._weights):
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise self._weights.too_wide(APART.format(names=shown))
 
     def sums(self) -> dict[str, list[float]]:
         """Of all that is compared: the sum, and that of absolute values."""
