@@ -262,7 +262,7 @@ def test_what_torch_can_not_load_counts_as_damaged(
 
 
 def test_what_torch_could_not_load_again_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="could not load again.*store plain numbers"):
+    with pytest.raises(CheckpointError, match=r"could not load again.*store plain numbers"):
         checkpoint.captured(make(state={"mine": 10**700}))
 
 
