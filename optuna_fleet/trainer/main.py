@@ -92,6 +92,8 @@ class Trainer:
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not clean_up(collect=collect)
+                    if is_last and self._held:  # the driver counts no more on this process
+                        self._held[1].saver.finish()
                     self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
