@@ -14,7 +14,7 @@ from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.unsaved.steps import Steps
+from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.wire.messages import RunTrial
 
 

@@ -5,7 +5,6 @@ Imports torch; a trainer imports this module when an objective first needs it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.trainer.began_anew import BeganAnew
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver
@@ -37,8 +37,7 @@ from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
-from optuna_fleet.trainer.unsaved.left_behind import LeftBehind
-from optuna_fleet.trainer.unsaved.steps import Steps
+from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, go_on_with_fewer, stay_alone
 from optuna_fleet.wire.calls import EndEpoch
 from optuna_fleet.wire.messages import RunTrial, StopAt, Usage
@@ -59,6 +58,7 @@ class Training:
         parts: What it is made of.
         moving: Makes its checkpoints.
         batches: See `FleetTrial.batches`.
+        began_anew: Tells what began anew when it moved.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
@@ -96,10 +96,10 @@ class Training:
         )
         self._prepared = Prepared(self.parts)
         self._resuming: Resuming | None = None
-        self._left_behind = LeftBehind(self.parts)
+        self.began_anew = BeganAnew(session, self._objects, self._prepared.modules, state)
         self._within = WithinEpoch(
             self.parts,
-            at_step=self._left_behind.begin_batch,
+            at_step=self.began_anew.begin_batch,
             save=lambda step: self.moving.save(step),
             leave=self._leave_within,
             resume=self._resume_within,
@@ -283,7 +283,8 @@ class Training:
                 self._position.epoch = self._session.epoch = epoch
                 self._within.begin_epoch()
                 self.parts.reducer.begin_epoch()
-                self._left_behind.begin_epoch(sys._getframe(1))
+                if epoch == first:
+                    self.began_anew.begin_loop()
                 yield epoch
                 if self._position.loop != loop:
                     raise FleetConfigError(_NESTED)
@@ -292,7 +293,6 @@ class Training:
                 self._loader.end_epoch()
                 if epoch + 1 == num_epochs:
                     break
-                self._left_behind.end_epoch(sys._getframe(1))
                 if not self._goes_on_after(epoch):
                     break
         self._position.is_inside = False

@@ -81,7 +81,7 @@ def loader_of(
     )
     within = WithinEpoch(
         parts,
-        at_step=lambda frame: None,
+        at_step=lambda: None,
         save=lambda step: None,
         leave=lambda step, order: False,
         resume=lambda: (0, False),

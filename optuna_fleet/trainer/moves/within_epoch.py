@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.parts import Parts
@@ -19,7 +17,7 @@ class WithinEpoch:
 
     Args:
         parts: Of the training; its position is kept up to date by whoever counts epochs.
-        at_step: Called with who asks for a batch, before a step of a pass that can be left.
+        at_step: Called before each step of a pass that can be left.
         save: Begins to write a checkpoint of where such a step begins.
         leave: Leaves at a step of the epoch, as ordered; returns if that can't be, or if another
             run goes on here: whether that is so.
@@ -35,7 +33,7 @@ class WithinEpoch:
         self,
         parts: Parts,
         *,
-        at_step: Callable[[FrameType], object],
+        at_step: Callable[[], object],
         save: Callable[[int], object],
         leave: Callable[[int, StopAt], bool],
         resume: Callable[[], tuple[int, bool]],
@@ -91,12 +89,12 @@ class WithinEpoch:
         return self._resume() if movable else (0, False)
 
     def come_to(self, step: int, number: int) -> bool:
-        """A step is about to begin, which the caller's caller's caller has asked for.
+        """A step is about to begin.
 
         Returns:
             Whether another run goes on here: the step is still to be read.
         """
-        self._at_step(sys._getframe(3))  # not kept, with all that it refers to
+        self._at_step()
         # A batch that was not trained on when the next one was asked for may be so later.
         self._reads_ahead |= self._num_backward == self._parts.reducer.num_passes
         self._num_backward = self._parts.reducer.num_passes
