@@ -31,17 +31,24 @@ Seen = dict[Place, dict[str, tuple[str, str]]]
 
 _IN_MODULES: Place = ("", "", 0)  # of numbers in prepared modules
 _PLAIN = ("int", "float", "bool", "str", "NoneType")
-_KEEP = "began anew when the trial moved: {}. If what follows depends on them, keep them in "
-_PREPARE = (
-    "began anew when the trial moved: {}. Prepare them together with the model, or keep what they "
-    "hold in trial.state."
+_AFTER_EPOCHS = (
+    "Local variables of {function} began anew when the trial moved: {names}. If what follows "
+    "depends on them, keep them in trial.state, or use trial.best_value and "
+    "trial.should_stop(patience=...)."
 )
-_REGISTER = (
-    "began anew when the trial moved: {}. Make them buffers (`register_buffer`), or keep them in "
-    "trial.state."
+_AFTER_BATCHES = (
+    "Local variables of {function} began anew when the trial moved within an epoch: {names}. If "
+    "what follows depends on them, keep them in trial.totals or trial.state, or read the batches "
+    "without movable=True."
 )
-_FOR_EPOCHS = "trial.state, or use trial.best_value and trial.should_stop(patience=...)"
-_FOR_BATCHES = "trial.totals or trial.state, or read the batches without movable=True"
+_OF_OBJECTS = (
+    "Objects of {function} that were not given to trial.prepare() began anew when the trial "
+    "moved: {names}. Prepare them together with the model, or keep what they hold in trial.state."
+)
+_OF_MODULES = (
+    "Numbers in prepared modules began anew when the trial moved: {names}. Make them buffers "
+    "(`register_buffer`), or keep them in trial.state."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class BeganAnew:
     Args:
         session: Of the run.
         objects: What was prepared so far; grows while the objective runs.
-        modules: Those that are trained, be it in stages; grows likewise.
+        modules: Those of them that are modules, and what trains in stages; grows likewise.
         state: ``trial.state``.
         left: What the run has `left` that this one goes on from, if it is known.
     """
@@ -108,8 +115,7 @@ class BeganAnew:
             is_within: See `Left`.
         """
         with contextlib.suppress(Exception):
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-            seen = {} if self._session.run.rank else self._seen(reversed(frames))
+            seen = {} if self._session.run.rank else self._seen(_left_by(error))
             kept = set(self._marks().inside(self._state))
             left = {
                 place: {
@@ -117,7 +123,7 @@ class BeganAnew:
                     for name, (kind, mark) in variables.items()
                     if (kind, mark) != self._begun.get(place, {}).get(name)
                     or mark.startswith("module")
-                    if not kept & {mark, (name.rpartition(".")[2], mark)}
+                    if not kept & {_state_in(mark), (name.rpartition(".")[2], mark)}
                 }
                 for place, variables in seen.items()
             }
@@ -154,10 +160,9 @@ class BeganAnew:
 
     def _marks(self) -> Marks:
         """Not of what is restored: what was prepared, with all that it is made of."""
-        modules = [*self._modules, *(o for o in self._objects if isinstance(o, torch.nn.Module))]
-        parts = chain.from_iterable((m.modules(), m.parameters(), m.buffers()) for m in modules)
+        parts = [chain(m.modules(), m.parameters(), m.buffers()) for m in self._modules]
         known = {id(thing) for thing in chain(self._objects, *parts)}
-        return Marks(known, age_s=time.perf_counter() - self._session.began)
+        return Marks(known, age_s=time.perf_counter() - self._session.began + 1.0)
 
 
 def began_anew(left: Left, now: Seen) -> Seen:
@@ -174,23 +179,34 @@ def began_anew(left: Left, now: Seen) -> Seen:
 
 def told(left: Left, now: Seen) -> Iterator[tuple[list[str], str]]:
     """Yield what the user is to be told of, with a sentence on it."""
-    keep_in = _FOR_BATCHES if left.is_within else _FOR_EPOCHS
-    for (file, function, line), variables in began_anew(left, now).items():
+    for place, variables in began_anew(left, now).items():
+        file, function, line = place
         where = f"`{function}` ({file}:{line})"
-        for text, are_objects in (
-            (f"Objects of {where} that were not given to trial.prepare() {_PREPARE}", True),
-            (f"Numbers in prepared modules {_REGISTER}", False)
-            if not file
-            else (f"Local variables of {where} {_KEEP}{keep_in}.", False),
-        ):
-            names = {
-                name: f"`{name.rpartition('/')[2]}`" + ("" if kind in _PLAIN else f" ({kind})")
-                for name, (kind, mark) in variables.items()
-                if mark.startswith(("module", "object")) is are_objects
-            }
-            if names:
-                keys = [f"{name} of {where}" for name in names]
-                yield keys, text.format(", ".join(names.values()))
+        texts: dict[str, dict[str, str]] = {}
+        for name, (kind, mark) in variables.items():
+            shown = f"`{name.rpartition('/')[2]}`" + ("" if kind in _PLAIN else f" ({kind})")
+            texts.setdefault(_text_for(place, mark, left), {})[f"{name} of {where}"] = shown
+        for text, names in texts.items():
+            yield [*names], text.format(function=where, names=", ".join(names.values()))
+
+
+def _text_for(place: Place, mark: str, left: Left) -> str:
+    if place == _IN_MODULES:
+        return _OF_MODULES
+    if mark.startswith(("module", "object")):
+        return _OF_OBJECTS
+    return _AFTER_BATCHES if left.is_within else _AFTER_EPOCHS
+
+
+def _state_in(mark: str) -> str:
+    return mark.removeprefix("module ").removeprefix("object ")
+
+
+def _left_by(error: BaseException | None) -> Iterator[FrameType]:
+    """Yield the frames that an exception has left, innermost first; it may be raised again."""
+    while error is not None:
+        yield from [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        error = error.__context__
 
 
 def _with_attributes(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ class Marks:
 
     Args:
         known: What is told apart by nobody, by `id`.
-        age_s: Readings of clocks that are not older are all alike.
+        age_s: Readings of clocks that are not older have no marks.
     """
 
     def __init__(self, known: Collection[int], age_s: float) -> None:
@@ -39,26 +39,27 @@ class Marks:
         self._age_s = age_s
 
     def of(self, value: Any, depth: int = _DEPTH) -> str:
-        """Return the mark of a value; "" if it is of no such kind.
+        """Return the mark of a value; "" if it has none.
 
         That of a container or tensor is made of some of its items, from all over it.
         """
         kind = type(value)
         if is_scalar(kind):
-            return "a clock's" if self._is_reading(value) else _short(f"{value}")
+            return "" if self._is_reading(value) else _short(f"{value!r}")
         if id(value) in self._known or issubclass(kind, torch.optim.Optimizer):  # see `Steps`
             return ""
         if kind in _TENSORS:
             return _of_tensor(value)
         if kind in _CONTAINERS:
-            return f"{kind.__name__} {len(value)} {_short(f'{self._items(value, depth)}')}"
+            name = "dict" if kind in _DICTS else kind.__name__
+            return f"{name} {len(value)} {_short(f'{self._items(value, depth)}')}"
         if has(kind, "state_dict") and not has(kind, "reset"):  # as metrics have: in each epoch
             is_module = issubclass(kind, torch.nn.Module)
             return f"{'module' if is_module else 'object'} {self.of(value.state_dict(), depth)}"
         return ""
 
     def inside(self, container: Any, depth: int = 2) -> Iterator[Any]:
-        """Yield what is in dicts and lists, too: each with its name, and by itself if no scalar."""
+        """Yield marks of what is in a dict or list: with its name, and alone if no scalar."""
         is_dict = type(container) in _DICTS
         items = container.items() if is_dict else ((None, item) for item in container)
         for name, value in islice(items, _MOST_ITEMS):
