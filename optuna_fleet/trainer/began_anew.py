@@ -161,7 +161,9 @@ class BeganAnew:
     def _marks(self) -> Marks:
         """Not of what is restored: what was prepared, with all that it is made of."""
         parts = [chain(m.modules(), m.parameters(), m.buffers()) for m in self._modules]
-        known = {id(thing) for thing in chain(self._objects, *parts)}
+        kept = [getattr(thing, "kept", None) for thing in self._objects]  # of integrations
+        lists = [callbacks for callbacks in kept if type(callbacks) is list]
+        known = {id(thing) for thing in chain(self._objects, *parts, *lists)}
         return Marks(known, age_s=time.perf_counter() - self._session.began + 1.0)
 
 
