@@ -80,6 +80,7 @@ class BeganAnew:
     def __init__(
         self,
         session: Session,
+        *,
         objects: Sequence[Any],
         modules: Sequence[torch.nn.Module],
         state: Mapping[str, Any],

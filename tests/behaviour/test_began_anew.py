@@ -33,7 +33,7 @@ def has_patience(trial: Any) -> None:
 
 @pytest.mark.parametrize("widths", [[1, 1, 1], [2, 3, 1], [(0, 1), (2, 3)]])
 def test_what_epochs_hand_on_is_told_of_once(lab: Any, widths: Any) -> None:
-    told = about(lab.fly(has_patience, widths))
+    told = sorted(about(lab.fly(has_patience, widths)))
     assert len(told) == 2
     assert "variables of `has_patience` (test_began_anew.py:" in told[0]
     assert "moved: `best`, `num_bad`, `history` (list). If what follows depends" in told[0]

@@ -47,7 +47,13 @@ class MovingTrial:
         self._look(None)
 
     def _look(self, left: Left | None) -> None:
-        self._began_anew = BeganAnew(self._session, self._objects, self._modules, self.state, left)
+        self._began_anew = BeganAnew(
+            self._session,
+            objects=self._objects,
+            modules=self._modules,
+            state=self.state,
+            left=left,
+        )
 
     def _remark(self, keys: list[str], text: str) -> None:
         self.told.append(text)
