@@ -22,7 +22,7 @@ import torch
 
 from optuna_fleet.trainer.frames import is_users, users_frames, variables_of
 from optuna_fleet.trainer.marks import Marks, has, is_scalar
-from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.session import Session, Yielded
 
 Place = tuple[str, str, int]
 """A function of the user's: its file, its name, its first line."""
@@ -115,7 +115,7 @@ class BeganAnew:
             error: What has left the objective; its traceback leads there.
             is_within: See `Left`.
         """
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, Yielded):
             seen = {} if self._session.run.rank else self._seen(_left_by(error))
             kept = set(self._marks().inside(self._state))
             left = {
@@ -136,8 +136,7 @@ class BeganAnew:
         with contextlib.suppress(Exception):
             stack = traceback.walk_stack(inspect.currentframe())
             now = {} if self._session.run.rank else self._seen(frame for frame, _ in stack)
-            for place, variables in now.items():
-                self._begun[place] = variables | self._begun.get(place, {})
+            self._begun |= now
             if self._left is not None and self._left.is_within == is_within:
                 for keys, text in told(self._left, now):
                     self._session.remark(keys, text)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.behaviour.harness import Flown, moment
@@ -77,6 +79,20 @@ def keeps_all(trial: Any) -> None:
         schedule.step()
     assert num_devices == trial.world_size
     assert is_resumed in (True, False)
+
+
+def trains_in_stages(trial: Any) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy)
+    losses = trial.state.setdefault("seen", [])
+    for _ in trial.epochs(3):
+        for images, labels in trial.batches("train", batch_size=10):
+            losses.append(pipeline.step(images, labels).item())
+
+
+def test_a_rank_that_has_another_stage_now_tells_nothing(lab: Any) -> None:
+    lab.same(trains_in_stages, [3, 2, (1, 0, 2)])
 
 
 def test_what_is_kept_is_not_told_of(lab: Any) -> None:

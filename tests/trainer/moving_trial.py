@@ -33,6 +33,7 @@ class MovingTrial:
         self.state: dict[str, Any] = {}
         self.world_size = 1 + number
         self.is_resumed = number > 0
+        self.left: Left | None = None
         self.told: list[str] = []
         self.names: set[str] = set()
         self._leaves_at = leaves_at
@@ -61,6 +62,7 @@ class MovingTrial:
 
     def go_on_from(self, other: MovingTrial, left: Left | None) -> None:
         assert other._leaves_at is not None
+        self.left = left
         self._begins_at = other._leaves_at
         self.state.update(copy.deepcopy(other.state))
         self._restored = [copy.deepcopy(thing.state_dict()) for thing in other._objects]
@@ -110,7 +112,10 @@ def fly(
     """Return the trial as it is in its second run."""
     first, second = MovingTrial(leaves_at, 0, rank), MovingTrial(None, 1, rank)
     try:
-        objective(first)
+        try:
+            objective(first)
+        finally:
+            first.check()  # raised again, as by a session
     except Yielded as error:
         packed = pickle.dumps(first.leave(error))
     assert len(packed) < 10_000

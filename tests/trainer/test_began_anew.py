@@ -214,6 +214,7 @@ def test_what_a_movable_pass_adds_up_is_told_of() -> None:
     assert trial.names == {"history", "total", "number"}
     assert all("trial.totals" in text for text in trial.told)
     assert any("`total` (Tensor), `number`." in text for text in trial.told)
+    assert "".join(trial.told).count("history") == 1
 
 
 def keeps_sums(trial: Any) -> None:
@@ -292,15 +293,32 @@ class Meter:
         self.total, self.outputs = 0.0, list[Any]()
 
 
+class Accuracy(nn.Module):
+    """A metric of the kind that torchmetrics has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def reset(self) -> None:
+        self.total.zero_()
+
+
 def uses_all_sorts_of_objects(trial: Any) -> None:
     model, optimizer = prepared(trial)
     schedule = trial.prepare(ExponentialLR(optimizer, 0.9))
     weight, parts, everything = model.weight, nn.Sequential(model), {"all": [model, optimizer]}
     state, unused = model.state_dict(), ExponentialLR(optimizer, 1.0)
     scaler, loss = torch.amp.GradScaler("cpu", enabled=False), nn.CrossEntropyLoss()
-    meter, generator, rows = Meter(), random.Random(0), iter(range(99))
+    meter, generator, rows, accuracy = Meter(), random.Random(0), iter(range(99)), Accuracy()
+    bare = torch.ones(1, requires_grad=True)
+    other = torch.optim.SGD([bare], lr=0.0, momentum=0.9)  # of which `Steps` tells
     for _ in trial.epochs():
         meter.reset()
+        accuracy.reset()
+        accuracy.total += 1
+        bare.sum().backward()
+        other.step()
         meter.total += step(model, optimizer)
         schedule.step()
         print(next(rows), generator.random())
@@ -376,19 +394,6 @@ def test_what_locals_returned_stays_as_it_is() -> None:
     fly(objective)
 
 
-def test_an_exception_that_was_raised_again_tells_as_much() -> None:
-    """As a session does at all that an objective asks for after it was to be left."""
-
-    def catches_it(trial: Any) -> None:
-        best = 9.0
-        try:
-            for _ in trial.epochs():
-                best -= 1
-        finally:
-            trial.check()
-
-    assert fly(catches_it).names == {"best"}
-
-
 def test_only_rank_0_looks() -> None:
-    assert fly(has_patience, rank=1).told == []
+    assert fly(has_patience).left is not None
+    assert fly(has_patience, rank=1).left is None
