@@ -21,7 +21,7 @@ class EpochDecision(Enum):
     GO = "go on"
     CHECKPOINT = "checkpoint and go on"
     STOP = "stop: converged"
-    YIELD = "yield: checkpoint and leave the devices"
+    YIELD = "yield: leave the devices with the state"
 
 
 class Ending(Enum):
@@ -290,17 +290,18 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerEpoch:
-    """Answer the run's `EpochEnded`."""
+    """Answer the run's `EpochEnded`; if it is to yield, its trial is about to get `devices`."""
 
     run_id: int
     decision: EpochDecision
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupt:
     """The run must yield its devices between two batches, or else at the end of its epoch.
 
-    Its trial is about to get these `devices`: ranks that have theirs among them may wait there.
+    Its trial is about to get these `devices`, none if that is not known.
     """
 
     run_id: int

@@ -72,15 +72,15 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
     """As a trainer does that sees the folder."""
     with written(path), replacing(path) as file:
-        checkpoint.write(file, checkpoint.snapshot(content), owner)
+        checkpoint.write(file, checkpoint.captured(content), owner)
 
 
 @dataclass(slots=True)
 class Leg:
     """Fly on these devices until that many epochs are done in all (None: to the end).
 
-    Or `until_asked`: see `ask_to_move`. It is told then that the trial goes on on the devices of
-    the next leg, or those `promised`.
+    Or `until_asked`: see `ask_to_move`. Where it is to leave it is told that the trial goes on on
+    the devices of the next leg, or those `promised`.
     """
 
     devices: tuple[int, ...]
@@ -145,15 +145,15 @@ class ScriptedController:
                 number, leg = self._flying[event.run_id]
                 self._epochs[number] += 1
                 done = event.run_id in self._interrupted or self._epochs[number] == leg.until_epoch
-                decision = EpochDecision.YIELD if done else EpochDecision.GO
-                return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+                if not done:
+                    return [AnswerEpoch(run_id=event.run_id, decision=EpochDecision.GO)]
+                decision, devices = EpochDecision.YIELD, self._promised(number, leg)
+                return [AnswerEpoch(run_id=event.run_id, decision=decision, devices=devices)]
             case RateMeasured(run_id=run_id) if run_id in self._flying:
                 number, leg = self._flying[run_id]
                 if leg.until_asked and run_id not in self._interrupted:
                     self._interrupted.add(run_id)
-                    following = self._legs[number][0].devices if self._legs[number] else ()
-                    devices = following if leg.promised is None else leg.promised
-                    return [Interrupt(run_id=run_id, devices=devices)]
+                    return [Interrupt(run_id=run_id, devices=self._promised(number, leg))]
             case CheckpointSaved():
                 self._checkpoints[self._flying[event.run_id][0]] = event.location
             case RunFailed():
@@ -168,6 +168,10 @@ class ScriptedController:
             self._asked = 1
             proposals = [Propose()]
         return self._launches() + proposals
+
+    def _promised(self, number: int, leg: Leg) -> tuple[int, ...]:
+        following = self._legs[number][0].devices if self._legs[number] else ()
+        return following if leg.promised is None else leg.promised
 
     def _rank_ended(self, event: RankEnded) -> list[Instruction]:
         if not event.is_leaving:

@@ -57,7 +57,8 @@ def load_best_model(
     modules = _checked_modules(model)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
     path = _final_of(study, chosen, folder)
-    loaded = checkpoint.load(path, Owner(study=study.study_name, trial=chosen.number))
+    owner = Owner(study=study.study_name, trial=chosen.number)
+    loaded = checkpoint.load(path, owner).content
     if model is None:
         return loaded.objects
     if len(modules) > len(loaded.modules):

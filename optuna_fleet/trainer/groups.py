@@ -134,10 +134,9 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
 
 def join_group_of(run: RunTrial, device_kind: str) -> None:
     """Join the group of a run's ranks, the default group of ``torch.distributed`` from now on."""
-    is_alone = run.rehearses
     spec = GroupSpec(
-        rank=0 if is_alone else run.rank,
-        world_size=1 if is_alone else run.world_size,
+        rank=run.rank,
+        world_size=run.world_size,
         prefix=run.group,
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.trainer.frames import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
-from optuna_fleet.trainer.unsaved.loops import NOT_THE_USERS
 from optuna_fleet.wire.messages import Heartbeat, Phase
 
 _JOIN = "join_group"

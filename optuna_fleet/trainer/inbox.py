@@ -30,7 +30,6 @@ class Inbox:
         self._send = channel.send
         self._receive = channel.receive
         self._orders = SimpleQueue[Any]()
-        self._put_back: list[Any] = []
         self._replies = SimpleQueue[Reply | None]()
         self._lines: dict[int, StopLine] = {}
         self._lock = threading.Lock()
@@ -56,13 +55,7 @@ class Inbox:
 
     def next_order(self) -> Any:
         """Wait for what this process is to do; `Quit` also when the driver is gone."""
-        if self._put_back:
-            return self._put_back.pop()
         return self._orders.get()
-
-    def put_back(self, order: Any) -> None:
-        """Make that the next order again."""
-        self._put_back.append(order)
 
     def next_reply(self) -> Reply | None:
         """Wait for an answer to a call, of whichever run; None when there will be no more."""

@@ -38,7 +38,6 @@ from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import (
     Ended,
-    Rehearsed,
     RunTrial,
     TrainerReady,
     TrainerUnfit,
@@ -48,6 +47,7 @@ from optuna_fleet.wire.packing import pack, pack_error, plain
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
+    from optuna_fleet.trainer.moves.leaving import Held
     from optuna_fleet.trainer.training import Training
 
 
@@ -79,6 +79,7 @@ class Trainer:
             num_threads, has_gpu=device.type == "cuda", resolve=self._stand_in
         )
         self._session: Session | None = None
+        self._held: tuple[int, Held] | None = None  # what a run has left, until the next begins
         self._trial = (-1, -1)  # of the last run: its objective and number
         self._is_spent = False
 
@@ -92,19 +93,14 @@ class Trainer:
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not clean_up(collect=collect)
-                    if self._session is not None and self._session.run.rehearses:
-                        device = self._device.index
-                        not_ready = Rehearsed(run_id=message.run_id, device=device, is_ready=False)
-                        self._inbox.send(not_ready)
-                    elif ended is not None:
-                        self._inbox.send(replace(ended, is_last=is_last))
+                    self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
                 case Quit():
                     return
 
-    def _run(self, run: RunTrial) -> Ended | None:
-        """Run the objective; return how that ended, unless it was told of."""
+    def _run(self, run: RunTrial) -> Ended:
+        """Run the objective; return how that ended."""
         last, self._trial = self._trial, (run.objective_id, run.number)
         forget_compiled(is_same=self._trial == last)
         session = Session(self._inbox, run, self._dial, self._device.index)
@@ -115,14 +111,15 @@ class Trainer:
         except LaunchError as error:
             return session.ended(Ending.ABORTED, error=pack_error(error))
 
-    def _run_in(self, session: Session) -> Ended | None:
+    def _run_in(self, session: Session) -> Ended:
         run = session.run
+        held = self._take_held(run)
         training: Training | None = None
 
         def open_training() -> Training:
             nonlocal training
             if training is None:
-                training = self._training(session)
+                training = self._training(session, held)
             return training
 
         value, error = b"", None
@@ -166,11 +163,19 @@ class Trainer:
             error=error,
             has_device_failed=has_device_failed,
         )
-        if training is not None and not _kept:
-            usage = training.end(alone=alone)
-            ended = replace(ended, usage=usage)
-            self._is_spent = self._is_spent or training.is_stuck
-        return None if session.waits else ended
+        return ended if training is None or _kept else self._end(training, ended, alone=alone)
+
+    def _end(self, training: Training, ended: Ended, *, alone: bool) -> Ended:
+        usage, held = training.end(alone=alone), training.leaving.held
+        self._is_spent = self._is_spent or training.is_stuck
+        if held is not None:
+            self._held = ended.run_id, held
+        return replace(ended, usage=usage, holds=held is not None)
+
+    def _take_held(self, run: RunTrial) -> Held | None:
+        """What the run goes on with, if that is in this process's memory."""
+        kept, self._held = self._held, None
+        return kept[1] if kept and run.rank == 0 and kept[0] == run.held else None
 
     def _set_up_torch(self, run: RunTrial) -> None:
         """Have ``torch``, and ``torch.distributed``, mean this trial from its first line on."""
@@ -194,10 +199,10 @@ class Trainer:
             sys.exit()
         return returned
 
-    def _training(self, session: Session) -> Training:
+    def _training(self, session: Session, held: Held | None) -> Training:
         from optuna_fleet.trainer.training import Training  # imports torch
 
-        return Training(session, self._pipeline, self._device.type)
+        return Training(session, self._pipeline, self._device.type, held)
 
     def _stand_in(self, target: str) -> Remote:
         """For the study or storage that the objective refers to: always that of the driver."""
@@ -281,7 +286,7 @@ def _finished(value: Any, training: Training | None) -> bytes:
     if training is not None and not training.is_broken:
         training.check_ranks()
         training.check_resumed()
-        training.moving.leave_final(value)
+        training.leaving.leave_final(value)
     try:
         return pack(plain(value))
     except Exception:

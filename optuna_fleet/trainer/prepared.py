@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.states import begin_with
 from optuna_fleet.trainer.gradients import batchnorm
 from optuna_fleet.trainer.gradients.replicas import check_same, make_same
 from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.state import TrialState
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
@@ -28,17 +28,18 @@ class Prepared:
         modules: Those of the objects that are modules.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, state: TrialState) -> None:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
+        self._state = state
         self._wrappers = Wrappers(parts.reducer)
-        self._trains_together = False  # what comes from `FleetTrial.pipeline` does not
 
     def close(self) -> None:
         """Look at no more modules."""
         self._wrappers.close()
+        batchnorm.end()
 
-    def add(self, objects: Sequence[Any], resuming: Resuming | None) -> None:
+    def add(self, objects: Sequence[Any]) -> None:
         """Take more of them.
 
         Raises:
@@ -52,12 +53,7 @@ class Prepared:
                 thing.to(self._parts.device)
         for thing in objects:
             self._check(thing)
-            position = len(self._parts.objects)
-            self._parts.objects.append(thing)
-            if resuming is not None:
-                resuming.prepared(thing, position)
-            elif isinstance(thing, torch.optim.Optimizer) and thing.state:
-                thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
+            self._state.add(thing)
             if isinstance(thing, torch.nn.Module):
                 self._add_module(thing)
 
@@ -82,24 +78,9 @@ class Prepared:
         if group_size() > 1:
             check_same(module)
             make_same(module)
-        self._trains_together = True
-        self.begin_run()
+        batchnorm.begin(self._parts.weights)
         self._parts.reducer.watch(module)
         begin_with(module)
-
-    def begin_run(self) -> None:
-        """The ranks of another run train what was prepared."""
-        if self._trains_together:
-            batchnorm.begin(self._parts.weights)
-
-    def check_alike(self) -> None:
-        """All ranks have prepared the same.
-
-        Raises:
-            TrialError: They have not.
-        """
-        for module in self.modules:
-            check_same(module)
 
 
 def _check_initialised(module: torch.nn.Module) -> None:

@@ -60,10 +60,14 @@ class RemoteTrial(optuna.Trial):
         Should that fail, because the value is not the same on all ranks of the trial, say, the
         error is raised by the next call that has an answer, or else it is the objective's end.
         """
+        self._add_report(value, step)
+
+    def _add_report(self, value: float, step: int) -> bool:
+        """Report a value; return whether it is the best so far."""
         num_objectives = 2 if self._session.run.maximize is None else 1
         value, step = compat.checked_report(plain(value), step, num_objectives=num_objectives)
         self._session.report(value, step)
-        self._session.reports.add(value, step)
+        return self._session.reports.add(value, step)
 
     def should_prune(self) -> bool:
         """See `optuna.Trial.should_prune`; every rank gets the same answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.deciding.convergence import Convergence
@@ -18,13 +18,11 @@ class Reports:
     Attributes:
         values: By step, in order of report.
         best: The best of them in the study's direction, which NaN never is; None for none.
-        at_best: Called when the value just reported is the best so far, if anything is.
     """
 
     def __init__(self, maximize: bool | None) -> None:
         self.values: dict[int, float] = {}
         self.best: float | None = None
-        self.at_best: Callable[[], None] | None = None
         self._sign = 1.0 if maximize else -1.0
 
     @property
@@ -32,16 +30,23 @@ class Reports:
         """The last step of them, as `optuna.trial.FrozenTrial.last_step`."""
         return max(self.values, default=None)
 
-    def add(self, value: float, step: int) -> None:
-        """Note what was just reported."""
-        if self._note(value, step) and self.at_best is not None:
-            self.at_best()
+    def add(self, value: float, step: int) -> bool:
+        """Note what was reported; return whether it is the best so far."""
+        if step in self.values:
+            return False
+        self.values[step] = value
+        if math.isnan(value) or (
+            self.best is not None and self._sign * value <= self._sign * self.best
+        ):
+            return False
+        self.best = value
+        return True
 
     def begin_with(self, history: Mapping[int, float]) -> None:
         """Put what was reported up to a checkpoint before what was reported in this run."""
         own, self.values, self.best = self.values, {}, None
         for step, value in [*history.items(), *own.items()]:
-            self._note(value, step)
+            self.add(value, step)
 
     def is_best_before_last(self, value: float) -> bool:
         """Whether `value` is the best of the reported ones, and not the last of them."""
@@ -59,14 +64,3 @@ class Reports:
                 "trial.report(value, step) first."
             )
         return criterion.is_reached(list(self.values.values()), maximize=self._sign > 0)
-
-    def _note(self, value: float, step: int) -> bool:
-        if step in self.values:
-            return False
-        self.values[step] = value
-        if math.isnan(value) or (
-            self.best is not None and self._sign * value <= self._sign * self.best
-        ):
-            return False
-        self.best = value
-        return True

@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from optuna_fleet.events import Ending
-from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report, ShouldPrune
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import Ended, Progress, Rehearsed, Release, Remark, RunTrial
+from optuna_fleet.wire.messages import Ended, Progress, Remark, RunTrial
 from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
 
 _MOST_UNANSWERED = 100  # so that neither end keeps more
@@ -37,6 +36,27 @@ def no_driver() -> NoReturn:
     raise ConnectionRefusedError("this process has no driver to connect to")
 
 
+class Collectives:
+    """The collectives that a rank has begun, so that others can tell how far it is.
+
+    Attributes:
+        latest: Number, from 1, purpose and step of each of the last.
+    """
+
+    def __init__(self) -> None:
+        self.latest: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
+
+    @property
+    def number(self) -> int:
+        """How many there were."""
+        return self.latest[-1][0]
+
+    def begin(self, purpose: str, step: int) -> None:
+        """One begins, at the step of that number, or 0."""
+        # At once: another thread reads it.
+        self.latest = (*self.latest[-7:], (self.number + 1, purpose, step))
+
+
 class Session:
     """Carries the calls of one rank to the driver.
 
@@ -45,10 +65,9 @@ class Session:
     exception.
 
     Attributes:
-        run: The run under way; nobody else keeps it, as another one may take over.
+        run: The run under way.
         device: What the driver calls this process's device.
-        waits: This rank has stopped, and said so, without leaving the objective.
-        joins: It runs the objective's beginning, to join others that are beyond it.
+        collectives: Those that this rank has begun.
     """
 
     def __init__(
@@ -60,16 +79,13 @@ class Session:
     ) -> None:
         self.run = run
         self.device = device
-        self.waits = False
-        self.joins = run.rehearses
-        self._answers = run.answers
         self.dial = dial
         self.stop_line = StopLine() if inbox is None else inbox.stop_line(run.run_id)
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
         self.parameters: dict[str, Any] = {}  # suggested in this run, but for objects
         self.num_batches = 0
-        self.collectives: Callable[[], tuple[tuple[int, str, int], ...]] = tuple
+        self.collectives = Collectives()
         self.epoch = 0
         self.is_waiting = False
         self._thread = threading.get_ident()
@@ -88,10 +104,8 @@ class Session:
         """How far the objective is, or was when it ended."""
         if self._left_at is not None:
             return self._left_at
-        if self.joins:
-            return Progress(is_ordered=False)  # it is not where the others are
         while True:  # the objective goes on while another thread reads this
-            num_calls, collectives = self._index, self.collectives()
+            num_calls, collectives = self._index, self.collectives.latest
             if num_calls == self._index:
                 break
         return Progress(
@@ -105,67 +119,6 @@ class Session:
             epoch=self.epoch,
             is_ordered=self._is_ordered,
         )
-
-    def wait(self, ended: Ended) -> RunTrial | Release | None:
-        """End the run here, and wait for what is to be done.
-
-        Returns:
-            A run that goes on here, `begin` is due; else the objective is to be left.
-        """
-        self.waits = True
-        return self._next_order(ended, self.run.run_id)
-
-    def rehearsed(self) -> RunTrial | None:
-        """Say that the objective's beginning is done, and wait for the run.
-
-        Returns:
-            That, `begin` is due; None if the objective is to be left.
-        """
-        ready = Rehearsed(run_id=self.run.run_id, device=self.device, is_ready=True)
-        order = self._next_order(ready, self.run.follows)
-        return order if isinstance(order, RunTrial) else None
-
-    def _next_order(self, message: Any, follows: int | None) -> RunTrial | Release | None:
-        assert self._inbox is not None
-        self.send(message)
-        while True:
-            order = self._inbox.next_order()
-            if isinstance(order, Release):
-                if order.run_id == self.run.run_id:
-                    return order
-            elif isinstance(order, RunTrial) and order.follows == follows and not order.rehearses:
-                return order
-            else:
-                self._inbox.put_back(order)
-                return None
-
-    def begin(self, run: RunTrial) -> None:
-        """Be a rank of another run of the same trial."""
-        assert self._inbox is not None
-        self.waits = False
-        self.stop_line = self._inbox.stop_line(run.run_id)
-        if not self.joins:
-            self._begin_to_count()
-        self.run = run  # at last: signs of life of the new run tell of nothing older
-
-    def has_joined(self) -> None:
-        """All ranks are at the same place."""
-        self._begin_to_count()
-        self.joins = False
-
-    def _begin_to_count(self) -> None:
-        self._index = self._num_unanswered = self.num_batches = 0
-        self._passed = (0, 0)
-
-    def cannot_join(self, why: str) -> NoReturn:
-        """Leave: the objective's beginning needs what only all ranks together can do.
-
-        Raises:
-            TrainerLostError: The run has begun: it begins anew.
-        """
-        if self.run.rehearses:
-            self.unwind(Yielded)
-        raise TrainerLostError(f"a rank that was to join it can't: {why}")
 
     def leave(self, way_out: str = "") -> None:
         """The objective has ended; what is still called is no progress of it.
@@ -226,7 +179,7 @@ class Session:
         """A call that nobody has to carry out: all ranks come by here, none without the others."""
         with self._lock:
             self._index += 1
-            self._passed = self._index, self.collectives()[-1][0]  # at once, as progress is read
+            self._passed = self._index, self.collectives.number  # at once, as progress is read
 
     def report(self, value: float, step: int) -> None:
         """Report a value, and wait for the answer now and then only."""
@@ -280,24 +233,15 @@ class Session:
             Exception: Whatever the call raised in the driver.
         """
         self.check()
-        if not self.joins:
-            self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
+        self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
         with self._lock:
             call = kind(run_id=self.run.run_id, index=self._index, rank=self.run.rank, **fields)
-            reply = self._recalled(call) if self.joins else self._exchanged(call)
+            reply = self._exchanged(call)
         if reply is None:
             return None
         if reply.error is not None:
             raise unpack_error(reply.error)
         return unpack(reply.value)
-
-    def _recalled(self, call: RankCall) -> Reply | None:
-        """What all ranks were answered when they made this call."""
-        known, reply = self._answers.get(call.index, ("", None))
-        if reply is None or known != call.name:
-            self.cannot_join(f"it calls {call.name}, which the others have not called there")
-        self._index += 1
-        return reply if call.is_awaited else None
 
     def _exchanged(self, call: RankCall) -> Reply | None:
         """Send a call, and wait for its answer if it is awaited."""

@@ -5,43 +5,39 @@ Imports torch; a trainer imports this module when an objective first needs it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision
-from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.resuming import Resuming
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients import batchnorm, collectives
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
-from optuna_fleet.trainer.moves.moving import Moving
-from optuna_fleet.trainer.moves.regrouping import Regrouping
+from optuna_fleet.trainer.moves.leaving import Held, Leaving
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
-from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
-from optuna_fleet.trainer.unsaved.left_behind import LeftBehind
-from optuna_fleet.trainer.unsaved.steps import Steps
-from optuna_fleet.trainer.widths import Bounds, go_on_with_fewer, stay_alone
-from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import RunTrial, StopAt, Usage
+from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.trainer.widths import Bounds, Widths
+from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
+from optuna_fleet.wire.messages import Usage
 
 _NESTED = (
     "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
@@ -55,9 +51,21 @@ class Training:
 
     Joins the trial's process group, so every rank of a trial must make one.
 
+    Args:
+        session: Of the run.
+        pipeline: Its data, if there are any.
+        kind: Of its device.
+        held: What an earlier run of the trial has left in this process, if this one goes on with
+            that.
+
     Attributes:
-        parts: What it is made of.
-        moving: Makes its checkpoints.
+        objects: What was prepared so far.
+        state: See `FleetTrial.state`.
+        totals: See `FleetTrial.totals`.
+        weights: What batches weigh.
+        optimizer_steps: What is done with them.
+        saver: Writes checkpoints.
+        leaving: Saves the trial, and leaves its devices.
         batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
@@ -68,98 +76,87 @@ class Training:
         session: Session,
         pipeline: PipelineClient | InlineClient | None,
         kind: str,
+        held: Held | None = None,
     ) -> None:
         self._session = session
+        self._run = session.run
         self._pipeline = pipeline
         self._waited_s = pipeline.waited_s if pipeline else 0.0
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
-        self._weights = Weights()
-        self._weights.on_too_wide = self.go_on_with_fewer
-        self._objects: list[Any] = []
-        reducer, state = Reducer(self._weights, session.remark), dict[str, Any]()
+        self.objects: list[Any] = []
+        self.state: dict[str, Any] = {}
         self._position = EpochPosition()
-        self.totals = Totals(self._weights, self.device, self._gather)
-        self.parts = Parts(
+        self._widths = Widths(session)
+        self.weights = Weights(self._widths.go_on_with_fewer, session.collectives)
+        self.totals = Totals(self.weights, self.device, self._gather)
+        self._net = Net(self.objects, self.state, self.weights)
+        self._reducer = Reducer(self.weights, session.remark)
+        self.optimizer_steps = Steps(self.objects, session.warn, self._reducer, self.weights)
+        self._kept = TrialState(
+            session,
+            objects=self.objects,
+            user=self.state,
+            position=self._position,
+            totals=self.totals,
+            steps=self.optimizer_steps,
+            net=self._net,
+        )
+        self.saver = Saver(session, held.saver if held else None)
+        self.leaving = Leaving(session, self._kept, self.saver)
+        self._parts = parts = Parts(
             session=session,
             device=self.device,
-            objects=self._objects,
-            state=state,
             position=self._position,
-            steps=Steps(self._objects, session.warn, reducer, self._weights),
-            weights=self._weights,
-            reducer=reducer,
-            net=Net(self._objects, state, self._weights),
+            widths=self._widths,
+            weights=self.weights,
+            reducer=self._reducer,
+            net=self._net,
             totals=self.totals,
-            saver=Saver(session),
         )
-        self._prepared = Prepared(self.parts)
-        self._resuming: Resuming | None = None
-        self._left_behind = LeftBehind(self.parts)
-        self._within = WithinEpoch(
-            self.parts,
-            at_step=self._left_behind.begin_batch,
-            save=lambda step: self.moving.save(step),
-            leave=self._leave_within,
-            resume=self._resume_within,
-        )
+        self._prepared = Prepared(parts, self._kept)
+        self._within = WithinEpoch(parts, self._kept, self.leaving)
         self._split_check = self._new_split_check()
         self._loader = ShardLoader(
-            self.parts, pipeline, self._prepared.modules, self._within, self._split_check
+            parts, pipeline, self._prepared.modules, self._within, self._split_check
         )
         self.batches = self._loader.batches
-        self.moving = Moving(self.parts)
-        self._regrouping = Regrouping(self.parts, self.moving, self._prepared)
         try:
-            self._begin()
+            self._join(held.content if held else None)
         except BaseException:
             self._stop_watching()  # nobody ends what has not begun
             raise
-
-    def _begin(self) -> None:
-        """Join the other ranks, with what the trial goes on with."""
-        num_damaged = self._resume()  # may fail, so before anybody waits for it
-        join_group_of(self._run, self.device.type)
-        if self._run.checkpoints:
-            self._check_alike(num_damaged)
-        self.moving.begin_run()
-
-    @property
-    def _run(self) -> RunTrial:
-        return self._session.run
 
     def _new_split_check(self) -> SplitCheck | None:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or self._run.num_devices == 1:
             return None
-        found = partial(stay_alone, self._session)
-        modules, reducer = self._prepared.modules, self.parts.reducer
-        return SplitCheck(found, self._session.remark, modules, reducer)
+        stay_alone, remark = self._widths.stay_alone, self._session.remark
+        return SplitCheck(stay_alone, remark, self._prepared.modules, self._reducer)
 
-    def go_on_with_fewer(self, why: str, max_devices: int) -> None:
-        """See `widths.go_on_with_fewer`."""
-        go_on_with_fewer(self._session, self._loader.bounds, why, max_devices)
+    def _join(self, held: Captured | None) -> None:
+        """Join the other ranks, with what the trial goes on with: rank 0 has that."""
+        content: Checkpoint | None = None
+        if self._run.rank == 0 and self._run.resumes and held is None:
+            held, content = self._newest()  # may fail, so before anybody waits for it
+        join_group_of(self._run, self.device.type)
+        if not self._run.resumes:
+            return
+        data = collectives.broadcast(held.data if held else b"")
+        if data:
+            self._kept.go_on_with(content or unpacked(data), self.device)
 
-    def _resume(self) -> int:
-        """Read the newest good checkpoint; return how many were passed over."""
-        saved, problems = self.parts.saver.newest()
+    def _newest(self) -> tuple[Captured | None, Checkpoint | None]:
+        found, problems = self.saver.newest()
         for problem in problems:
             self._session.warn(problem)
-        if saved is not None:
-            self._take(saved)
-        return len(problems)
+        return (found.captured, found.content) if found else (None, None)
 
-    def _take(self, saved: checkpoint.Checkpoint) -> Resuming:
-        """Go on from that."""
-        self._resuming = Resuming(saved, self.parts)
-        self._session.reports.begin_with(saved.history)
-        return self._resuming
-
-    def _check_alike(self, num_damaged: int) -> None:
-        own = [num_damaged, num_damaged**2]  # of unlike numbers, no one equals both means
-        if collectives.all_reduce_sum(own) != [self._run.world_size * number for number in own]:
-            raise TrainerLostError("the ranks did not all read the same checkpoint")
+    @property
+    def is_resumed(self) -> bool:
+        """See `FleetTrial.is_resumed`."""
+        return self._kept.goes_on
 
     @property
     def is_broken(self) -> bool:
@@ -173,11 +170,11 @@ class Training:
             alone: The other ranks may not be at their end.
         """
         alone = alone or self.is_broken
-        self.moving.end()
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
         self._stop_watching()
-        self.parts.saver.finish()  # or the file would appear when nobody expects it any more
+        if self.leaving.held is None:  # or the file would appear when nobody expects it any more
+            self.saver.finish()
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
         self.is_stuck = alone and not can_leave_alone(self.device.type)
         if not self.is_stuck:
@@ -186,34 +183,25 @@ class Training:
 
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
-        self.parts.steps.close()
-        self.parts.reducer.close()
+        self.optimizer_steps.close()
+        self._reducer.close()
         self._prepared.close()
-        batchnorm.end()
-        self._weights.end()
         if self._split_check is not None:
             self._split_check.close()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
         waited_s = self._pipeline.waited_s if self._pipeline else 0.0
-        spent_s, self._waited_s = waited_s - self._waited_s, waited_s
         return Usage(
             probing_s=self._loader.reached_after_s or 0.0,
             profiling_s=self._loader.stopwatch.total_s,
-            data_wait_s=spent_s,
+            data_wait_s=waited_s - self._waited_s,
         )
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """See `FleetTrial.state`."""
-        self.arrive()
-        return self.parts.state
 
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        size = self._weights.present.local_size
+        size = self.weights.present.local_size
         return size if self._split_check is None else self._split_check.size(size)
 
     def num_samples(self, name: str) -> int:
@@ -222,7 +210,7 @@ class Training:
 
     def give_whole_batches(self, is_whole: bool) -> None:
         """See `FleetTrial.give_whole_batches`."""
-        self._loader.gives_whole_batches = is_whole
+        self._loader.give_whole_batches(is_whole=is_whole)
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -234,25 +222,25 @@ class Training:
             self.in_stages.check_beside(objects)
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
-            self._loader.bounds = Bounds.checked(min_devices, most, self._run)
-        self._prepared.add(objects, self._resuming)
+            self._widths.bound(Bounds.checked(min_devices, most, self._run))
+        self._prepared.add(objects)
         return objects[0] if len(objects) == 1 else objects
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
         """See `FleetTrial.pipeline`."""
-        if self._objects:
+        if self.objects:
             raise FleetConfigError(
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        self._check_no_split()
-        pipeline = make_pipeline(model, optimizer, loss, options, self.parts, self._loader)
+        if self._split_check is not None:
+            self._split_check.close()
+            self._split_check = None
+        pipeline = make_pipeline(model, optimizer, loss, options, self._parts, self._loader)
         self.in_stages = pipeline
         self._prepared.modules.append(model)
-        for position, thing in enumerate(pipeline.objects):
-            self._objects.append(thing)
-            if self._resuming is not None:
-                self._resuming.prepared(thing, position)
+        for thing in pipeline.objects:
+            self._kept.add(thing)
         return pipeline
 
     # -- epochs -----------------------------------------------------------------------------------
@@ -270,20 +258,18 @@ class Training:
         return self._epochs(len(periods), periods)
 
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
-        self.arrive()
         self._position.loop += 1
         loop = self._position.loop
-        first = 0 if self._resuming is None else self._resuming.begin_loop()
+        first = self._kept.first_epoch()
         if first is None:
             return
-        self.moving.begin_loop()
+        self._kept.begin_loop()
         self._position.is_inside, self._position.num_epochs = True, num_epochs
         with self._position.counting(periods):
             for epoch in range(first, num_epochs):
                 self._position.epoch = self._session.epoch = epoch
                 self._within.begin_epoch()
-                self.parts.reducer.begin_epoch()
-                self._left_behind.begin_epoch(sys._getframe(1))
+                self._reducer.begin_epoch()
                 yield epoch
                 if self._position.loop != loop:
                     raise FleetConfigError(_NESTED)
@@ -292,7 +278,6 @@ class Training:
                 self._loader.end_epoch()
                 if epoch + 1 == num_epochs:
                     break
-                self._left_behind.end_epoch(sys._getframe(1))
                 if not self._goes_on_after(epoch):
                     break
         self._position.is_inside = False
@@ -300,57 +285,26 @@ class Training:
     def _goes_on_after(self, epoch: int) -> bool:
         # First what needs no other rank: one that left this epoch early is told of at once.
         last_step = self._session.reports.last_step
-        decision = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
-        self.parts.net.check()
-        if decision is EpochDecision.YIELD and self.moving.has_left():
-            self._session.unwind(Yielded)  # even if the objective catches everything
-        if decision is EpochDecision.CHECKPOINT:
-            self.moving.save()
-        return decision is not EpochDecision.STOP
+        after: AfterEpoch = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
+        self._net.check()
+        if after.decision is EpochDecision.YIELD:
+            self.leaving.leave(stays=after.stays)
+        elif after.decision is EpochDecision.CHECKPOINT:
+            self.leaving.save()
+        return after.decision is not EpochDecision.STOP
 
     def check_ranks(self) -> None:
         """See `Net.check`; a pass under way is checked when it is over."""
-        if not self._weights.is_reading:
-            self.parts.net.check()
+        if not self.weights.is_reading:
+            self._net.check()
 
     def check_resumed(self) -> None:
-        """See `Resuming`; the objective has returned."""
-        if self._resuming is not None:
-            self._resuming.check_reached()
+        """See `TrialState.check_reached`; the objective has returned."""
+        self._kept.check_reached()
 
-    # -- moves within an epoch --------------------------------------------------------------------
-
-    def _resume_within(self) -> tuple[int, bool]:
-        if self._resuming is None:
-            return 0, False
-        place = self._resuming.begin_pass()
-        if self._session.joins:
-            self._regrouping.settle()
-            self._loader.begin_run()
-        return place
-
-    def arrive(self) -> None:
-        """What comes now needs what the others have in memory, where there are others."""
-        if self._session.run.rehearses:
-            resuming = self._take(self._regrouping.arrive())
-            for position, thing in enumerate(self._objects):
-                resuming.prepared(thing, position)
-
-    def _leave_within(self, step: int, order: StopAt) -> bool:
-        """Leave at that step; return whether another run goes on here, if not by leaving."""
-        can_join = self._within.can_be_joined
-        if not self._regrouping.stop(step, order.stays, self._usage, can_join=can_join):
-            return False
-        if self._run.world_size > 1:
-            self._check_no_split()
-            self._prepared.begin_run()
-        self._loader.begin_run()
-        return True
-
-    def _check_no_split(self) -> None:
-        if self._split_check is not None:
-            self._split_check.close()
-            self._split_check = self._loader.split_check = None
+    def keep_best(self) -> None:
+        """See `Leaving.keep_best`."""
+        self.leaving.keep_best()
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -362,21 +316,21 @@ class Training:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)
             return loss
-        return self._weights.weigh(loss, own, fetched_ahead=fetched_ahead)
+        return self.weights.weigh(loss, own, fetched_ahead=fetched_ahead)
 
     # -- reductions -------------------------------------------------------------------------------
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""
-        self._weights.check_step("trial.sum")
-        self._weights.begin("trial.sum")
+        self.weights.check_step("trial.sum")
+        self.weights.begin("trial.sum")
         return collectives.all_reduce_sum(value, alone=self.in_stages is not None)
 
     def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        return [own] if self.in_stages is not None else checkpoint.gather(own)
+        return [own] if self.in_stages is not None else collectives.gather(own)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
-        self._weights.check_step("trial.mean")
-        self._weights.begin("trial.mean")
+        self.weights.check_step("trial.mean")
+        self.weights.begin("trial.mean")
         return collectives.mean(value, weight, alone=self.in_stages is not None)

@@ -24,17 +24,20 @@ class FleetTrial(RemoteTrial):
     """An `optuna.Trial` with the methods of training on the fleet.
 
     These are `prepare`, `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`,
-    `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a plain Optuna
+    `is_resumed`, `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a plain Optuna
     objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
         super().__init__(session)
         self._open_training = open_training
+        self._opened: Training | None = None
 
     @property
     def _training(self) -> Training:
-        return self._open_training()
+        if self._opened is None:
+            self._opened = self._open_training()
+        return self._opened
 
     @property
     def rank(self) -> int:
@@ -45,6 +48,16 @@ class FleetTrial(RemoteTrial):
     def world_size(self) -> int:
         """Number of devices the trial trains on at present."""
         return self._session.run.world_size
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the objective has run before in this trial, which goes on from where it was.
+
+        Trackers then resume what they began: ``wandb.init(id=name, resume="must" if
+        trial.is_resumed else "never")``. False where a trial begins, and where one that died
+        before its first checkpoint begins again.
+        """
+        return self._session.run.resumes and self._training.is_resumed
 
     @property
     def shard_size(self) -> int:
@@ -123,8 +136,8 @@ class FleetTrial(RemoteTrial):
             raise NotImplementedError(
                 f"Trial.{asked_by} is not supported for multi-objective optimization."
             )
-        if run.checkpoints or run.follows is not None:
-            self._open_training().arrive()  # that tells what was reported before
+        if run.resumes:
+            self._training  # noqa: B018 - knows what was reported before
         return self._session.reports
 
     def report(self, value: float, step: int) -> None:
@@ -135,7 +148,9 @@ class FleetTrial(RemoteTrial):
         """
         if self._session.run.world_size > 1:
             self._training.check_ranks()
-        super().report(value, step)
+        is_best = self._add_report(value, step)
+        if is_best and self._opened is not None:
+            self._opened.keep_best()
 
     def prepare(
         self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
@@ -281,10 +296,8 @@ class FleetTrial(RemoteTrial):
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
         was prepared, `state` and `totals`. Then the trial may be checkpointed, or move to other
-        devices, between two batches, if this is the first pass of an epoch. On devices that it
-        had, the loop goes on as if nothing had been; on others the objective runs again up to this
-        loop, which goes on with the next batch. What comes there before the first look at `state`
-        is done in advance.
+        devices, between two batches, if this is the first pass of an epoch: the objective then
+        runs again up to this loop, which goes on with the next batch.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.
@@ -297,17 +310,17 @@ class FleetTrial(RemoteTrial):
     @property
     def prepared(self) -> tuple[Any, ...]:
         """What was given to `prepare` so far."""
-        return tuple(self._training.parts.objects)
+        return tuple(self._training.objects)
 
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the step of some optimizer; a checkpoint then has them."""
-        return self._training.parts.steps.are_pending
+        return self._training.optimizer_steps.are_pending
 
     @property
     def batch_share(self) -> Share:
         """This rank's part of the batch that was read last."""
-        return self._training.parts.weights.present
+        return self._training.weights.present
 
     def num_samples(self, name: str) -> int:
         """Return the number of samples of a data set of the pipeline."""
@@ -327,7 +340,7 @@ class FleetTrial(RemoteTrial):
         Raises:
             TrialError: Always.
         """
-        raise self._training.parts.weights.too_wide(why, max_devices=num_devices)
+        raise self._training.weights.too_wide(why, max_devices=num_devices)
 
     # -- sums over the ranks ----------------------------------------------------------------------
 

@@ -59,33 +59,50 @@ class Bounds:
         return cls(least, max_devices, spans_types)
 
 
-def stay_alone(session: Session, why: str) -> None:
-    """The trial, which is on one device, is never to have more."""
-    session.send(WidthLimited(run_id=session.run.run_id, max_devices=1))
-    session.remark([_key(session.run)], why)
+class Widths:
+    """On how many devices the trial of a session trains, and why on no more.
 
-
-def _key(run: RunTrial) -> str:
-    """Why a trial has few devices is told of once, wherever it is found again."""
-    return f"trial {run.number} is too wide"
-
-
-def go_on_with_fewer(session: Session, bounds: Bounds, why: str, max_devices: int) -> None:
-    """A step can't be done on more devices than that: the run ends, the trial goes on.
-
-    Raises:
-        TrialError: The trial must not have so few.
+    Attributes:
+        bounds: What the objective has asked for.
     """
-    run = session.run
-    devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
-    if max_devices < bounds.min_devices:
-        raise TrialError(
-            f"{why} It could go on on {devices}, but its `min_devices` is {bounds.min_devices}."
+
+    def __init__(self, session: Session) -> None:
+        self.bounds = Bounds()
+        self._session = session
+
+    def bound(self, bounds: Bounds) -> None:
+        """The objective asks for these."""
+        self.bounds = bounds
+
+    def stay_alone(self, why: str) -> None:
+        """The trial, which is on one device, is never to have more."""
+        self._limit(1)
+        self._session.remark([self._key], why)
+
+    def go_on_with_fewer(self, why: str, max_devices: int) -> None:
+        """A step can't be done on more devices than that: the run ends, the trial goes on.
+
+        Raises:
+            TrialError: The trial must not have so few.
+        """
+        devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
+        if max_devices < (least := self.bounds.min_devices):
+            raise TrialError(
+                f"{why} It could go on on {devices}, but its `min_devices` is {least}."
+            )
+        self._limit(max_devices)
+        remark = Remark(
+            run_id=self._session.run.run_id,
+            keys=(self._key,),
+            text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
         )
-    session.send(WidthLimited(run_id=run.run_id, max_devices=max_devices))
-    remark = Remark(
-        run_id=run.run_id,
-        keys=(_key(run),),
-        text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
-    )
-    session.send(remark)  # whichever rank finds it
+        self._session.send(remark)  # whichever rank finds it
+
+    def _limit(self, max_devices: int) -> None:
+        run_id = self._session.run.run_id
+        self._session.send(WidthLimited(run_id=run_id, max_devices=max_devices))
+
+    @property
+    def _key(self) -> str:
+        """Why a trial has few devices is told of once, wherever it is found again."""
+        return f"trial {self._session.run.number} is too wide"

@@ -95,6 +95,11 @@ class RunTrial:
     held: int | None = None
 
     @property
+    def resumes(self) -> bool:
+        """Whether the trial goes on from where it was."""
+        return self.held is not None or bool(self.checkpoints)
+
+    @property
     def are_alike(self) -> bool:
         """Whether all devices of the fleet are of one type, as far as is known."""
         return self.num_of_all_types <= self.num_devices
@@ -137,7 +142,10 @@ class AtStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The run has come to where it is to stop within its epoch."""
+    """The run has come to where it is to leave.
+
+    The checkpoint that it tells of next is of the state that it leaves with.
+    """
 
     run_id: int
 

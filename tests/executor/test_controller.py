@@ -85,8 +85,8 @@ def goes_on(run_id: int) -> AnswerEpoch:
     return AnswerEpoch(run_id=run_id, decision=EpochDecision.GO)
 
 
-def yields(run_id: int) -> AnswerEpoch:
-    return AnswerEpoch(run_id=run_id, decision=EpochDecision.YIELD)
+def yields(run_id: int, *devices: int) -> AnswerEpoch:
+    return AnswerEpoch(run_id=run_id, decision=EpochDecision.YIELD, devices=devices)
 
 
 class World:
@@ -277,8 +277,7 @@ def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsew
     world.end(0)  # no proposal is left: the other trial may have both devices
     instructions = world.decide()
     assert [type(i) for i in instructions] == [StartRound]
-    (answer,) = world.tell(epoch_ended(1))
-    assert answer == AnswerEpoch(run_id=1, decision=EpochDecision.YIELD)
+    assert world.tell(epoch_ended(1)) == [yields(1, 0, 1)]
     instructions = world.end(1, Ending.YIELDED)
     assert [type(i) for i in instructions] == [Requeue, Launch]
     assert launches(instructions) == [(1, (0, 1))]
@@ -404,7 +403,7 @@ def test_while_one_is_slow_to_leave_the_others_are_planned_for() -> None:
 
 def test_a_refused_move_costs_one_decision() -> None:
     world = four_of_which_trial_0_gets_two()
-    assert world.tell(epoch_ended(0)) == [yields(0)]
+    assert world.tell(epoch_ended(0)) == [yields(0, 0, 1)]
     (allocate,) = world.tell(MoveRefused(run_id=0))
     assert [c.number for c in allocate.problem.candidates] == [1, 2, 3]
     assert allocate.problem.devices == (1, 2, 3)
@@ -696,7 +695,7 @@ def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
     )
     told = world.tell(PlanDecided(plan=plan))
     assert (Interrupt(run_id=run_id, devices=(0, 1)) in told) is movable
-    assert (yields(run_id) in told) is not movable
+    assert (yields(run_id, 0, 1) in told) is not movable
 
 
 def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:

@@ -1,90 +1,24 @@
-"""What a run that has stopped within an epoch holds is handed on, or written before it is lost."""
+"""What a run leaves its trial, in memory or in a file, is what the trial goes on with."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from optuna_fleet.events import CheckpointSaved, Ending, Launch
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.handovers import Handovers, Start
+from optuna_fleet.executor.call.held import HeldStates, Start
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.wire.messages import (
-    AskStep,
-    CheckpointFailed,
-    Ended,
-    Rehearsed,
-    Release,
-    StopAt,
-)
-
-SAVED = CheckpointSaved(run_id=5, epoch=2, location="there")
+from optuna_fleet.executor.call.stop_lines import StopLines
+from optuna_fleet.wire.messages import AskStep, CheckpointFailed, Ended, StopAt
 
 
-class Fleet:
-    """Trial 1 flies on these devices, in run 5."""
-
-    def __init__(self, *devices: int) -> None:
-        self.sent: list[tuple[int, Any]] = []
-        self.interrupted: list[tuple[int, ...]] = []
-        self.rehearsals: dict[int, int] = {}
-        self.stops: list[tuple[int, StopAt]] = []
-        self.handovers = Handovers(self.send, self.rehearse, lambda order: None)
-        self.run = RunRecord(
-            launch=replace(launch_on(*devices), run_id=5),
-            start=0,
-            saved=0,
-            calls=RunCalls(world_size=2),
-        )
-
-    def send(self, device: int, message: Any) -> None:
-        if isinstance(message, AskStep):
-            assert self.run.launch.devices[message.rank] == device
-            self.interrupted += [self.run.stays] * (message.rank == 0)
-        elif isinstance(message, StopAt):
-            self.stops.append((device, message))
-        else:
-            self.sent.append((device, message))
-
-    def rehearse(self, launch: Launch, follows: int, answers: Any) -> None:
-        assert follows == 5
-        self.rehearsals[launch.devices[-1]] = launch.run_id
-
-    def is_rehearsed(self, device: int, *, is_ready: bool = True) -> list[Start]:
-        message = Rehearsed(run_id=self.rehearsals[device], device=device, is_ready=is_ready)
-        return list(self.handovers.rehearsed(message))
-
-    def stop(self, *devices: int, can_join: bool = True) -> None:
-        for device in devices:
-            ended = Ended(
-                run_id=5,
-                rank=self.run.launch.devices.index(device),
-                device=device,
-                time_s=0,
-                ending=Ending.YIELDED,
-                waits=True,
-                can_join=can_join,
-            )
-            self.handovers.rank_ended(self.run, ended)
-
-    def launch(self, *devices: int, number: int = 1) -> Start | None:
-        return self.handovers.begin(launch_on(*devices, number=number))
-
-    def told(self) -> dict[int, bool]:
-        return {device: message.saves for device, message in self.sent}
-
-
-def stopped(*devices: int) -> Fleet:
-    fleet = Fleet(*devices)
-    fleet.stop(*devices)
-    return fleet
-
-
-def launch_on(*devices: int, number: int = 1, checkpoint: str | None = None) -> Launch:
+def launch_on(
+    *devices: int, run_id: int, number: int = 1, checkpoint: str | None = None
+) -> Launch:
     return Launch(
-        run_id=6,
+        run_id=run_id,
         number=number,
         devices=devices,
         probe=False,
@@ -94,194 +28,227 @@ def launch_on(*devices: int, number: int = 1, checkpoint: str | None = None) -> 
     )
 
 
-def test_it_goes_on_where_its_ranks_wait_in_their_order() -> None:
-    fleet = stopped(3, 1, 2)
-    assert fleet.launch(2, 3) == Start(launch=launch_on(3, 2), follows=5, num_stay=2, saved_at=0)
-    assert fleet.sent == [(1, Release(run_id=5, saves=False))]
-    assert fleet.launch(2, 3) == Start(launch=launch_on(2, 3))
+def run_on(*devices: int, run_id: int = 5) -> RunRecord:
+    calls = RunCalls(world_size=len(devices))
+    return RunRecord(launch=launch_on(*devices, run_id=run_id), start=0, calls=calls)
 
 
-def test_elsewhere_it_begins_with_what_one_of_them_writes() -> None:
-    fleet = stopped(3, 1)
-    assert fleet.launch(0) is None
-    assert fleet.told() == {3: True, 1: False}
-    saved = CheckpointSaved(run_id=6, epoch=2, location="there")
-    assert list(fleet.handovers.take(SAVED)) == [
-        Start(launch=launch_on(0, checkpoint="there"), saved=saved)
-    ]
+def saved(run_id: int, location: str = "there") -> CheckpointSaved:
+    return CheckpointSaved(run_id=run_id, epoch=2, location=location)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_who_needs_their_devices_waits_until_it_is_written(is_first: bool) -> None:
-    fleet = stopped(3, 1)
-    other = launch_on(1, number=2)
-    assert fleet.launch(1, number=2) == Start(launch=other)
-    assert fleet.told() == {3: True, 1: False}
-    if is_first:
-        assert list(fleet.handovers.take(SAVED)) == []
-        start = fleet.launch(3)
-    else:
-        assert fleet.launch(3) is None
-        (start,) = fleet.handovers.take(SAVED)
-    assert start is not None
-    assert (start.follows, start.launch.checkpoint) == (None, "there")
+FAILED = CheckpointFailed(run_id=5, problem="the disk is full")
 
 
-@pytest.mark.parametrize("is_first_late", [True, False])
-def test_a_rank_that_stops_late_leaves_as_the_others_do(is_first_late: bool) -> None:
-    fleet = Fleet(3, 1)
-    fleet.run.stays = (0, 1)
-    early, late = (1, 3) if is_first_late else (3, 1)
-    fleet.stop(early)
-    assert fleet.launch(early, number=2) == Start(launch=launch_on(early, number=2))
-    if not is_first_late:  # it may even be written by then
-        assert list(fleet.handovers.take(SAVED)) == []
-    fleet.stop(late)
-    assert fleet.told() == {3: True, 1: False}
-    if is_first_late:
-        assert fleet.launch(0) is None
-        (start,) = fleet.handovers.take(SAVED)
-    else:
-        start = fleet.launch(0)
-    assert start is not None
-    assert (start.follows, start.launch.checkpoint) == (None, "there")
+class Sweep:
+    """Trial 1 has left devices 3 and 1, where it was in run 5."""
+
+    def __init__(self, *, is_told: bool = False) -> None:
+        self.runs: dict[int, RunRecord] = {}
+        self.held = HeldStates(self.runs)
+        self.fly(run_on(3, 1))
+        self.land(5, is_told=is_told)
+
+    def fly(self, run: RunRecord) -> None:
+        self.runs[run.launch.run_id] = run
+
+    def land(self, run_id: int, *, is_told: bool, holds: bool = True) -> None:
+        """The run tells of a checkpoint, leaves, perhaps tells of another one, and ends."""
+        run = self.runs[run_id]
+        self.held.take(saved(run_id, "an old one"))
+        self.held.leaves(run_id)
+        if is_told:
+            self.held.take(saved(run_id))
+        for rank, device in enumerate(run.launch.devices):
+            self.held.rank_ended(
+                run,
+                Ended(
+                    run_id=run_id,
+                    rank=rank,
+                    device=device,
+                    time_s=0,
+                    ending=Ending.YIELDED,
+                    holds=holds and rank == 0,
+                ),
+            )
+        del self.runs[run_id]
+
+    def launch(
+        self, *devices: int, run_id: int = 6, number: int = 1, checkpoint: str | None = None
+    ) -> Start | None:
+        launch = launch_on(*devices, run_id=run_id, number=number, checkpoint=checkpoint)
+        self.fly(run_on(*devices, run_id=run_id))
+        return self.held.begin(launch)
+
+
+# -- who goes on where it was ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_device_that_holds_the_state_is_rank_0_at_once(is_told: bool) -> None:
+    sweep = Sweep(is_told=is_told)
+    assert sweep.launch(2, 3, 0) == Start(launch=launch_on(3, 2, 0, run_id=6), held=5)
+
+
+def test_the_controller_hears_of_the_checkpoint_as_of_the_run_that_goes_on() -> None:
+    sweep = Sweep()
+    sweep.launch(3)
+    assert sweep.held.take(saved(5)) == saved(6)
+    before = Sweep()
+    assert before.held.take(saved(5)) is None
+    launch = launch_on(3, run_id=6, checkpoint="there")
+    assert before.launch(3) == Start(launch=launch, held=5, saved=saved(6))
+
+
+def test_who_has_written_a_newer_one_needs_no_word_of_the_older() -> None:
+    sweep = Sweep()
+    sweep.launch(3)
+    assert sweep.held.take(saved(6, "newer")) is None
+    assert sweep.held.take(saved(5)) is None
+    del sweep.runs[6]  # it is lost
+    again = sweep.launch(2, run_id=7, checkpoint="newer")
+    assert again == Start(launch=launch_on(2, run_id=7, checkpoint="newer"))
+
+
+def test_a_run_that_is_lost_before_the_checkpoint_is_told_of_is_followed_by_one_with_it() -> None:
+    sweep = Sweep()
+    sweep.launch(3, 2)
+    del sweep.runs[6]  # with device 2: a thread on device 3 still writes
+    assert sweep.launch(3, run_id=7) is None  # what it held has gone to the run that was lost
+    launch = launch_on(3, run_id=7, checkpoint="there")
+    assert sweep.held.take(saved(5)) == Start(launch=launch, saved=saved(7))
+
+
+# -- who goes on elsewhere ------------------------------------------------------------------------
+
+
+def test_elsewhere_it_waits_for_the_checkpoint() -> None:
+    sweep = Sweep()
+    assert sweep.launch(0, 1) is None
+    launch = launch_on(0, 1, run_id=6, checkpoint="there")
+    assert sweep.held.take(saved(5)) == Start(launch=launch, saved=saved(6))
+
+
+def test_it_does_not_wait_for_what_was_told_before_the_run_ended() -> None:
+    sweep = Sweep(is_told=True)
+    start = Start(launch=launch_on(0, run_id=6, checkpoint="there"))
+    assert sweep.launch(0, checkpoint="there") == start
+
+
+def test_what_it_is_told_while_ranks_still_end_the_controller_hears_itself() -> None:
+    sweep = Sweep()
+    sweep.fly(run_on(3, 1))
+    assert sweep.held.take(saved(5)) is None
+    del sweep.runs[5]
+    start = Start(launch=launch_on(0, run_id=6, checkpoint="there"))
+    assert sweep.launch(0, checkpoint="there") == start
 
 
 @pytest.mark.parametrize("how", ["dies", "fails"])
-def test_what_can_not_be_written_is_not_waited_for(how: str) -> None:
-    fleet = stopped(3, 1)
-    assert fleet.launch(0) is None
-    failed = CheckpointFailed(run_id=5, problem="the disk is full")
-    lost = fleet.handovers.device_lost(3) if how == "dies" else fleet.handovers.take(failed)
-    assert list(lost) == [Start(launch=launch_on(0))]
+def test_what_is_never_written_is_not_waited_for(how: str) -> None:
+    sweep = Sweep()
+    assert sweep.launch(0, checkpoint="an old one") is None
+    begun = sweep.held.device_lost(3) if how == "dies" else [sweep.held.take(FAILED)]
+    assert begun == [Start(launch=launch_on(0, run_id=6, checkpoint="an old one"))]
 
 
-@pytest.mark.parametrize("is_told_first", [True, False])
-def test_it_is_written_before_all_who_wait_are_gone(is_told_first: bool) -> None:
-    """Be it that nothing else is free, and no launch comes."""
-    fleet = Fleet(3, 1, 2)
-    fleet.run.stays = (0, 1)
-    if is_told_first:
-        fleet.handovers.leaving([3, 1, 2])
-    fleet.stop(3)
-    assert fleet.told() == ({3: True} if is_told_first else {})
-    fleet.stop(1)
-    if not is_told_first:
-        fleet.handovers.leaving([2, 1])
-        assert fleet.told() == {}
-        fleet.handovers.leaving([3])
-    assert fleet.told() == {3: True, 1: False}
-    assert list(fleet.handovers.take(SAVED)) == []
-    for device in (3, 1):
-        assert list(fleet.handovers.device_lost(device)) == []
-    start = fleet.launch(3)
-    assert start is not None
-    assert (start.follows, start.launch.checkpoint) == (None, "there")
+def test_a_device_that_died_holds_nothing() -> None:
+    sweep = Sweep()
+    assert sweep.held.device_lost(3) == []
+    assert sweep.launch(3) == Start(launch=launch_on(3, run_id=6))
 
 
-def test_a_device_that_was_lost_is_not_gone_for_good() -> None:
-    fleet = Fleet(3, 1)
-    fleet.handovers.leaving([3])
-    assert list(fleet.handovers.device_lost(3)) == []
-    fleet.stop(3)
-    assert fleet.told() == {}
+def test_a_process_that_ran_another_trial_holds_nothing_but_is_still_writing() -> None:
+    sweep = Sweep()
+    other = launch_on(3, run_id=6, number=2)
+    assert sweep.launch(3, number=2) == Start(launch=other)
+    assert sweep.launch(3, run_id=7) is None
+    start = sweep.held.take(saved(5))
+    assert isinstance(start, Start)
+    assert (start.held, start.launch.checkpoint) == (None, "there")
+
+
+def test_no_state_is_taken_that_the_trial_has_gone_beyond() -> None:
+    sweep = Sweep(is_told=True)
+    sweep.launch(0)
+    sweep.land(6, is_told=True, holds=False)  # its device is gone, say
+    assert sweep.launch(3, run_id=7) == Start(launch=launch_on(3, run_id=7))
 
 
 def test_no_run_begins_where_a_trainer_is_missing() -> None:
-    fleet = stopped(3, 1)
-    assert fleet.launch(0) is None
-    assert list(fleet.handovers.device_lost(0)) == []
-    assert list(fleet.handovers.take(SAVED)) == []
+    sweep = Sweep()
+    assert sweep.launch(0) is None
+    assert sweep.held.device_lost(0) == []
+    assert sweep.held.take(saved(5)) is None
 
 
-def test_a_rank_that_dies_while_it_waits_is_not_counted_on() -> None:
-    fleet = stopped(3, 1)
-    assert list(fleet.handovers.device_lost(3)) == []
-    assert fleet.launch(1) == Start(launch=launch_on(1), follows=5, num_stay=1, saved_at=0)
+def test_what_a_trial_has_left_that_is_done_begins_nothing() -> None:
+    sweep = Sweep()
+    assert sweep.held.trial_of(5) == 1
+    sweep.held.forget(1)
+    assert sweep.held.trial_of(5) is None
+    assert sweep.held.take(saved(5)) is None
 
 
-def test_all_leave_when_the_trial_or_the_call_is_over() -> None:
-    for end in (lambda handovers: handovers.forget(1), lambda handovers: handovers.end()):
-        fleet = stopped(3, 1)
-        end(fleet.handovers)
-        assert fleet.told() == {3: False, 1: False}
+# -- where a run stops ----------------------------------------------------------------------------
 
 
-# -- who joins ------------------------------------------------------------------------------------
+class Ranks:
+    """Those of run 5, on devices 4, 5 and 6."""
+
+    def __init__(self) -> None:
+        self.run = run_on(4, 5, 6)
+        self.asked: list[int] = []
+        self.stops: list[tuple[int, StopAt]] = []
+        self.lines = StopLines(self.send)
+
+    def send(self, device: int, message: Any) -> None:
+        if isinstance(message, AskStep):
+            assert self.run.launch.devices[message.rank] == device
+            self.asked.append(device)
+        else:
+            self.stops.append((device, message))
+
+    def are_at(self, *places: tuple[int, int, int]) -> None:
+        for rank, place in enumerate(places):
+            self.lines.at_step(self.run, rank, place)
 
 
-def test_a_run_trains_on_until_those_who_join_on_idle_devices_are_ready() -> None:
-    fleet = Fleet(0, 1)
-    fleet.handovers.interrupt(fleet.run, (1, 2, 3, 4), busy={0, 1, 4})
-    assert fleet.rehearsals.keys() == {2, 3}
-    assert fleet.is_rehearsed(3) == []
-    assert not fleet.interrupted
-    assert fleet.is_rehearsed(2) == []
-    assert fleet.interrupted == [(1,)]
-    fleet.stop(1)
-    assert fleet.launch(1, 2, 3, 4) is None
-    joined = launch_on(1, 2, 3, 4)
-    assert fleet.is_rehearsed(4) == [Start(launch=joined, follows=5, num_stay=1, saved_at=0)]
-    assert not fleet.sent
+@pytest.mark.parametrize(("promised", "stays"), [((7, 4), True), ((5, 6), False), ((), False)])
+def test_all_stop_at_the_furthest_step_once_it_is_known_of_all(
+    promised: tuple[int, ...], stays: bool
+) -> None:
+    ranks = Ranks()
+    ranks.lines.interrupt(ranks.run, promised)
+    assert ranks.asked == [4, 5, 6]
+    ranks.are_at((1, 2, 7), (1, 2, 9))
+    assert ranks.stops == []
+    ranks.are_at((0, 0, 0), (0, 0, 0), (1, 2, 8))
+    order = StopAt(run_id=5, place=(1, 2, 9), stays=stays)
+    assert ranks.stops == [(4, order), (5, order), (6, order)]
+    ranks.are_at((1, 3, 0))
+    assert len(ranks.stops) == 3
 
 
-def test_all_stop_at_the_furthest_step_once_it_is_known_of_all() -> None:
-    fleet = Fleet(4, 5, 6)
-    fleet.handovers.interrupt(fleet.run, (5,), busy={4, 5, 6})
-    fleet.handovers.at_step(fleet.run, 0, (1, 2, 7))
-    fleet.handovers.at_step(fleet.run, 1, (1, 2, 9))
-    assert fleet.stops == []
-    fleet.stop(6)  # it has ended by itself
-    assert {device for device, _ in fleet.stops} == {4, 5, 6}
-    assert {order for _, order in fleet.stops} == {StopAt(run_id=5, place=(1, 2, 9), stays=(1,))}
-    fleet.handovers.at_step(fleet.run, 1, (1, 3, 0))
-    assert len(fleet.stops) == 3
+def test_a_rank_that_has_ended_is_neither_asked_nor_waited_for() -> None:
+    ranks = Ranks()
+    ranks.run.lost.add(5)
+    ranks.lines.save(ranks.run)
+    assert ranks.asked == [4, 6]
+    ranks.lines.at_step(ranks.run, 0, (1, 2, 7))
+    ranks.run.lost.add(6)
+    ranks.lines.at_step(ranks.run, 2)
+    assert ranks.stops == [(4, StopAt(run_id=5, place=(1, 2, 7), saves=True))]
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_run_that_is_to_move_while_it_is_to_be_saved_moves(moves: bool) -> None:
-    fleet = Fleet(4, 5)
-    fleet.handovers.save(fleet.run)
-    fleet.handovers.at_step(fleet.run, 0, (1, 2, 7))
-    if moves:
-        fleet.handovers.interrupt(fleet.run, (5,), busy={4, 5})
-    fleet.handovers.at_step(fleet.run, 1, (1, 2, 8))
-    stays = (1,) if moves else ()
-    order = StopAt(run_id=5, place=(1, 2, 8), stays=stays, saves=not moves)
-    assert fleet.stops == [(4, order), (5, order)]
-
-
-@pytest.mark.parametrize("how", ["fails", "dies"])
-def test_nobody_waits_for_who_can_not_join(how: str) -> None:
-    fleet = Fleet(0, 1)
-    fleet.handovers.interrupt(fleet.run, (1, 2), busy={0, 1})
-    if how == "fails":
-        fleet.is_rehearsed(2, is_ready=False)
-        assert fleet.interrupted == [()]  # all leave, with a checkpoint
-    else:
-        list(fleet.handovers.device_lost(2))
-        assert fleet.interrupted == [(1,)]
-
-
-@pytest.mark.parametrize("can_join", [True, False])
-def test_a_stopped_run_that_nobody_can_join_is_written(can_join: bool) -> None:
-    fleet = Fleet(0, 1)
-    fleet.stop(0, 1, can_join=can_join)
-    assert fleet.launch(0, 1, 2) is None
-    if can_join:
-        fleet.is_rehearsed(2, is_ready=False)
-    assert {device: message.saves for device, message in fleet.sent if device < 2} == {
-        0: True,
-        1: False,
-    }
-    (start,) = fleet.handovers.take(SAVED)
-    assert start.launch == launch_on(0, 1, 2, checkpoint="there")
-
-
-def test_a_rehearsal_makes_place_for_another_trial() -> None:
-    fleet = Fleet(0, 1)
-    fleet.handovers.interrupt(fleet.run, (1, 2, 3), busy={0, 1})
-    assert fleet.launch(2, number=2) == Start(launch=launch_on(2, number=2))
-    assert fleet.sent == [(2, Release(run_id=fleet.rehearsals[2], saves=False))]
-    fleet.is_rehearsed(3)
-    assert fleet.interrupted == [(1,)]
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_run_that_is_to_leave_and_to_be_saved_is_asked_once_and_leaves(is_first: bool) -> None:
+    ranks = Ranks()
+    for leaves in (is_first, not is_first):
+        if leaves:
+            ranks.lines.interrupt(ranks.run, (4,))
+        else:
+            ranks.lines.save(ranks.run)
+    assert ranks.asked == [4, 5, 6]
+    ranks.are_at((1, 2, 7), (1, 2, 7), (1, 2, 7))
+    assert {order for _, order in ranks.stops} == {StopAt(run_id=5, place=(1, 2, 7), stays=True)}

@@ -253,8 +253,9 @@ def test_who_may_be_left_within_an_epoch_leaves_at_once() -> None:
     assert sweep.tell(DeviceLeaving(device=0)) == [Interrupt(run_id=0)]
 
 
-def test_who_loses_a_device_stays_on_the_others() -> None:
-    sweep = Sweep(trials=1, paradigm="elastic", moves_within_epochs=True)
+@pytest.mark.parametrize("within_epochs", [True, False])
+def test_who_loses_a_device_stays_on_the_others(within_epochs: bool) -> None:
+    sweep = Sweep(trials=1, paradigm="elastic", moves_within_epochs=within_epochs)
     sweep.tell(*(joined(index, node=index) for index in range(4)))
     sweep.tell(reached(0, "s", resumable=True, movable=True))
     sweep.tell(RateMeasured(run_id=0, samples_per_s=10.0))
@@ -262,7 +263,11 @@ def test_who_loses_a_device_stays_on_the_others() -> None:
     gone, *rest = devices
     assert rest
     told = sweep.tell(DeviceLeaving(device=gone))
-    assert told == [Interrupt(run_id=1, devices=tuple(rest))]
+    if within_epochs:
+        assert told == [Interrupt(run_id=1, devices=tuple(rest))]
+    told = sweep.tell(epoch_ended(1))
+    decision = EpochDecision.YIELD
+    assert told == [AnswerEpoch(run_id=1, decision=decision, devices=tuple(rest))]
     ended = [RankEnded(run_id=1, device=device, ending=Ending.YIELDED) for device in devices]
     assert [set(devices) >= set(rest) for _, devices in launches(sweep.tell(*ended))] == [True]
     assert set(sweep.problems[-1].candidates[0].devices) == set(rest)

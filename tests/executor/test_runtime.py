@@ -36,7 +36,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.handovers import Handovers, Start
+from optuna_fleet.executor.call.held import HeldStates, Start
 from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
@@ -66,6 +66,7 @@ from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 from optuna_fleet.trainer.main import trainer_main
+from optuna_fleet.wire.calls import AfterEpoch
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import Ended, TrainerReady, TrainerUnfit
 from optuna_fleet.wire.node_messages import (
@@ -73,7 +74,6 @@ from optuna_fleet.wire.node_messages import (
     ConnectionEnded,
     KillTrainer,
     LeaveOut,
-    NodeLeaving,
     NodeLost,
     NoticeGiven,
     ObjectiveKept,
@@ -874,16 +874,16 @@ def test_a_device_on_which_no_trainer_starts_is_left_out_but_not_the_last(
 def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> None:
     run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
     monkeypatch.setattr("time.time", lambda: -36_000.0)
-    answers: list[EpochDecision] = []
+    answers: list[AfterEpoch] = []
     parts: Any = SimpleNamespace(
         saves=Saves(0.0, {}, lambda run: None),
         proposals=SimpleNamespace(keep_record=lambda: None),
-        calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+        calls=SimpleNamespace(answer_epoch=lambda run, answer: answers.append(answer)),
         runs={1: run},
         outcomes=None,
     )
     Performer(parts).carry_out(AnswerEpoch(run_id=1, decision=EpochDecision.GO))
-    assert answers == [EpochDecision.CHECKPOINT]
+    assert answers == [AfterEpoch(EpochDecision.CHECKPOINT)]
 
 
 def test_runs_are_saved_within_epochs_when_they_are_due_and_can_be() -> None:
@@ -900,7 +900,7 @@ def test_runs_are_saved_within_epochs_when_they_are_due_and_can_be() -> None:
     saves.save_within_epochs()
     assert asked == [run]
     assert 0.0 < saves.waits_s()[0] <= 60.0
-    run.stop_line.ask([0])  # to leave, say
+    run.stop_line.ask([0], saves=False)
     assert saves.waits_s() == []
     run.stop_line.take(0)
     run.lost.add(0)
@@ -946,10 +946,6 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
     before.lose_rank(died(0), is_killed=False)
     trainers = Trainers(DEVICES)
     trainers.ready(0, ProcessId("agent", 0))
-
-    def no_order(*_: Any) -> None:
-        raise AssertionError
-
     parts: Any = SimpleNamespace(
         runtime=SimpleNamespace(
             trainers=trainers,
@@ -959,7 +955,7 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
         ),
         launcher=SimpleNamespace(trainer_died=lambda device: None, launched={1}),
         deadlines=Deadlines(),
-        handovers=Handovers(no_order, no_order, no_order),
+        held=HeldStates({}),
         runs={1: before},
     )
     assert Receiver(parts).take(died(0, out_of_memory=True)) == []
@@ -1007,26 +1003,6 @@ def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first()
     end(1)
     end(0)
     assert receiver.waits_s() == []
-
-
-def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
-    sent: list[tuple[int, Any]] = []
-    run = run_on(0, 1)
-
-    def no_order(*_: Any) -> None:
-        raise AssertionError
-
-    handovers = Handovers(lambda *order: sent.append(order), no_order, no_order)
-    fields = {"run_id": 1, "time_s": 0.0, "ending": Ending.YIELDED, "waits": True}
-    for rank in (0, 1):
-        handovers.rank_ended(run, Ended(rank=rank, device=rank, **fields))
-    runtime = SimpleNamespace(exclusion=None, may_grow=False)
-    launcher = SimpleNamespace(launched={1})
-    parts: Any = SimpleNamespace(
-        runtime=runtime, handovers=handovers, launcher=launcher, runs={1: run}
-    )
-    Receiver(parts).take(NodeLeaving(text="", devices=(0, 1)))
-    assert [(device, order.saves) for device, order in sent] == [(0, True), (1, False)]
 
 
 # -- runs that wait for a store ------------------------------------------------------------------

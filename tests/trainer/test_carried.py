@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
-
 from optuna_fleet.trainer.unsaved.carried import Variables, carried, marks_in
 from optuna_fleet.trainer.unsaved.loops import looping_frame
+from tqdm import tqdm
 
 NUM_EPOCHS = 3
 

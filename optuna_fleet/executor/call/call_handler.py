@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.sampler_bridge import compat
@@ -15,6 +14,7 @@ from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import (
+    AfterEpoch,
     Call,
     EndEpoch,
     IsAmongBest,
@@ -141,11 +141,11 @@ class CallHandler:
 
     # -- other calls ------------------------------------------------------------------------------
 
-    def answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
+    def answer_epoch(self, run: RunRecord, answer: AfterEpoch) -> None:
         """Tell a run what to do after its epoch."""
         call, run.pending_epoch = run.pending_epoch, None
         assert call is not None
-        self._answer(run, call, call.reply(pack(decision)))
+        self._answer(run, call, call.reply(pack(answer)))
 
     def leave(self, run: RunRecord, rank: int) -> None:
         """A rank has left the objective: it makes no more calls that others wait for."""

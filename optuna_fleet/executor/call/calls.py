@@ -26,15 +26,10 @@ class RunCalls:
 
     Attributes:
         replies: Answers that are to be sent, and to which rank.
-        beginning: What rank 0 has called up to its first request for data, or report, by index,
-            and the answers.
-        has_begun: That was made.
     """
 
     world_size: int
     replies: list[tuple[int, Reply]] = field(default_factory=list)
-    beginning: dict[int, tuple[str, Reply]] = field(default_factory=dict)
-    has_begun: bool = False
     _queue: deque[RankCall] = field(default_factory=deque)  # rank 0's, not carried out yet
     _waiting: dict[int, list[RankCall]] = field(default_factory=dict)  # the others', by index
     _done: dict[int, tuple[str, Reply]] = field(default_factory=dict)  # until all have read it
@@ -78,9 +73,6 @@ class RunCalls:
     def answer(self, call: RankCall, reply: Reply) -> None:
         """Rank 0's call was carried out: answer all that wait for it, now or later."""
         reply = self._due(call, reply)
-        self.has_begun = self.has_begun or isinstance(call, Report)
-        if not self.has_begun:
-            self.beginning[call.index] = (call.name, reply)
         self._give(call, reply)
         if self.world_size > 1:
             self._done[call.index] = (call.name, reply)

@@ -65,7 +65,6 @@ class Driver:
             raise
         finally:
             parts.calls.end()
-            parts.handovers.end()
 
     def _wait(self) -> None:
         self.interrupts.check()

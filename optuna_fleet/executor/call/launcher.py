@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from optuna_fleet.checkpoints.folder import mark
 from optuna_fleet.events import FinishTrial, Launch
-from optuna_fleet.executor.call.handovers import Answers, Start
+from optuna_fleet.executor.call.held import Start
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.resources import needs_gloo
@@ -59,34 +59,10 @@ class Launcher:
         if number not in self.launched:
             self._retention.drop(number)  # of another study of that name
             self.launched.add(number)
-        order = replace(
-            self._order(what.launch),
-            follows=what.follows,
-            num_stay=what.num_stay,
-        )
+        order = replace(self._order(what.launch), held=what.held)
         for rank, device in enumerate(what.launch.devices):
             self._waiting.append((device, replace(order, rank=rank)))
         self.send_waiting()
-
-    def rehearse(self, launch: Launch, follows: int, answers: Answers) -> None:
-        """Have the objective's beginning run on the launch's last device, as its last rank.
-
-        Its calls get these answers; the rank is to join the run that it `follows`.
-        """
-        order = replace(
-            self._order(launch),
-            rank=len(launch.devices) - 1,
-            follows=follows,
-            rehearses=True,
-            answers=answers,
-            leaves_final=False,
-        )
-        self._waiting.append((launch.devices[-1], order))
-        self.send_waiting()
-
-    def call_off(self, run_id: int) -> None:
-        """What was not sent yet of this run is not needed."""
-        self._waiting = [item for item in self._waiting if item[1].run_id != run_id]
 
     def _order(self, launch: Launch) -> RunTrial:
         """What the ranks of a run are told alike."""
@@ -159,12 +135,12 @@ class Launcher:
             self._objective_at[message.agent] = message.path
             self.send_waiting()
 
-    def checkpoint_failed(self, launch: Launch, message: CheckpointFailed) -> None:
+    def checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
         """Say so once per trial."""
-        if launch.number not in self._without_checkpoint:
-            self._without_checkpoint.add(launch.number)
+        if number not in self._without_checkpoint:
+            self._without_checkpoint.add(number)
             compat.fleet_logger.warning(
-                f"Trial {launch.number} goes on without a new checkpoint. {message.problem} Until "
+                f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
                 "that is mended, it can't change its devices, and should its process die, it is "
                 "run again from its last good checkpoint."
             )

@@ -7,12 +7,12 @@ import time
 from optuna_fleet.events import Event
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_log import CallLog
-from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.handovers import Handovers, Start
+from optuna_fleet.executor.call.held import HeldStates, Start
 from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.runs import Job, RunRecord
 from optuna_fleet.executor.call.saves import Saves
+from optuna_fleet.executor.call.stop_lines import StopLines
 from optuna_fleet.executor.call.tally import DeviceLog, PipelineLog, Tally
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Watchdog
@@ -53,9 +53,10 @@ class Parts:
         )
         self.calls = CallHandler(runtime.send, ledger, retention)
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)
-        self.launcher = launcher = Launcher(runtime, job, retention, ledger, proposals)
-        self.handovers = Handovers(runtime.send, launcher.rehearse, launcher.call_off)
-        self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.handovers.save)
+        self.launcher = Launcher(runtime, job, retention, ledger, proposals)
+        self.stop_lines = StopLines(runtime.send)
+        self.held = HeldStates(self.runs)
+        self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.stop_lines.save)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(
             ledger.records.pipeline_span, runtime.last_stats, time.time()
@@ -65,21 +66,15 @@ class Parts:
 
     def start(self, what: Start) -> list[Event]:
         """Carry out a launch: tell the trainers; return what is news to the controller."""
-        run = self.runs[what.launch.run_id]
-        run.launch = what.launch
-        if what.follows is not None:
-            run.calls = RunCalls(
-                world_size=len(run.launch.devices), beginning=what.beginning, has_begun=True
-            )
-        if what.saved_at is not None:
-            run.saved = what.saved_at
-        run.is_movable = what.follows is not None
-        self.watchdog.launched(run.launch)
+        self.runs[what.launch.run_id].begin(what.launch)
+        self.watchdog.launched(what.launch)
         self.launcher.launch(what)
-        if what.saved is None:
-            return []
-        self.retention.folder.saved(what.saved.location)
-        return [what.saved]
+        return [] if what.saved is None else [what.saved]
+
+    def leaves(self, run: RunRecord) -> None:
+        """A run leaves its devices, unless it can't: from now on the time counts as its move's."""
+        self.tally.moves.leaves(run.launch.number)
+        self.held.leaves(run.launch.run_id)
 
     def note_call(self) -> None:
         """Tell the study how the call is getting on, if it is time to."""

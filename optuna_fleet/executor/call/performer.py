@@ -25,6 +25,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.wire.calls import AfterEpoch
 
 _ABORT_GRACE_S = 10.0
 
@@ -47,23 +48,22 @@ class Performer:
             case Allocate():
                 parts.runtime.allocator.submit(instruction.problem)
             case AnswerEpoch():
-                self._answer_epoch(self._runs[instruction.run_id], instruction.decision)
+                self._answer_epoch(self._runs[instruction.run_id], instruction)
             case Interrupt():
-                busy = {device for run in self._runs.values() for device in run.remaining()}
                 run = self._runs[instruction.run_id]
-                parts.handovers.interrupt(run, instruction.devices, busy)
+                parts.stop_lines.interrupt(run, instruction.devices)
             case Abort():
                 self._abort(instruction)
             case FinishTrial():
                 run = self._end(instruction.run_id, is_done=True)
                 parts.launcher.trial_ended(instruction)
-                parts.handovers.forget(instruction.number)
+                parts.held.forget(instruction.number)
                 outcomes.finish(run)
                 return outcomes.propose(again=True)
             case Requeue():
                 outcomes.run_again(self._end(instruction.run_id, is_done=False))
             case GiveUp():
-                parts.handovers.forget(instruction.number)
+                parts.held.forget(instruction.number)
                 outcomes.give_up(self._end(instruction.run_id, is_done=True), instruction.restarts)
                 return outcomes.propose(again=True)
             case ReturnToQueue():
@@ -89,18 +89,19 @@ class Performer:
         )
         parts.tally.moves.launched(launch.number)
         parts.call_log.launched(launch, time.time())
-        what = parts.handovers.begin(launch)
+        what = parts.held.begin(launch)
         return [] if what is None else parts.start(what)
 
-    def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
-        parts = self._parts
+    def _answer_epoch(self, run: RunRecord, answer: AnswerEpoch) -> None:
+        parts, decision = self._parts, answer.decision
         if decision is EpochDecision.GO and parts.saves.take_due(run):
             decision = EpochDecision.CHECKPOINT
         elif decision is EpochDecision.YIELD:
-            parts.tally.moves.leaves(run.launch.number)
+            parts.leaves(run)
         if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):
             parts.proposals.keep_record()
-        parts.calls.answer_epoch(run, decision)
+        stays = run.launch.devices[0] in answer.devices
+        parts.calls.answer_epoch(run, AfterEpoch(decision, stays=stays))
 
     def _end(self, run_id: int, *, is_done: bool) -> RunRecord:
         """A run has ended on all its devices."""

@@ -23,7 +23,7 @@ from optuna_fleet.events import (
     RunLingers,
     WidthLimited,
 )
-from optuna_fleet.executor.call.handovers import Start
+from optuna_fleet.executor.call.held import Start
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
@@ -37,7 +37,6 @@ from optuna_fleet.wire.messages import (
     Ended,
     Heartbeat,
     Leaving,
-    Rehearsed,
     Remark,
     Trained,
     TrainerReady,
@@ -78,7 +77,7 @@ class Receiver:
             case RankCall() | Remark():
                 return self._called(run, message)
             case AtStep():
-                parts.handovers.at_step(run, message.rank, message.place)
+                parts.stop_lines.at_step(run, message.rank, message.place)
             case DataRequested():
                 return self._data_requested(run, message)
             case RateMeasured():
@@ -87,15 +86,14 @@ class Receiver:
             case WidthLimited():
                 return [message]
             case CheckpointSaved():
-                parts.retention.folder.saved(message.location)
-                return [message, *self._start(parts.handovers.take(message))]
+                return [message, *self._checkpoint_told(message, number)]
             case CheckpointFailed():
-                parts.launcher.checkpoint_failed(run.launch, message)
+                return self._checkpoint_told(message, number)
             case MoveRefused():
                 parts.tally.moves.stays(number)
                 return [message]
             case Leaving():
-                parts.tally.moves.leaves(number)
+                parts.leaves(run)
             case Trained():
                 if (seconds := parts.tally.moves.trains(number)) is not None:
                     return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
@@ -112,9 +110,8 @@ class Receiver:
             case TrainerReady() | TrainerExited():
                 return self._trainer_changed(message)
             case CheckpointSaved() | CheckpointFailed():
-                return self._start(parts.handovers.take(message))
-            case Rehearsed():
-                return self._start(parts.handovers.rehearsed(message))
+                number = parts.held.trial_of(message.run_id)
+                return [] if number is None else self._checkpoint_told(message, number)
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)
             case ObjectiveKept():
@@ -132,7 +129,6 @@ class Receiver:
 
     def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
         self._runtime.prepare_groups()
-        run.calls.has_begun = True
         run.is_movable |= message.model.movable
         self._parts.proposals.note_defined(run.launch.number)
         self._parts.call_log.defined(run.launch.number, message.model)
@@ -154,7 +150,8 @@ class Receiver:
         parts.watchdog.rank_ended(message)
         parts.calls.leave(run, message.rank)
         parts.deadlines.drop(device)
-        parts.handovers.rank_ended(run, message)
+        parts.stop_lines.at_step(run, message.rank)
+        parts.held.rank_ended(run, message)
         parts.tally.add_stay(device, run.age_s, message.usage, probe=run.launch.probe)
         ended = RankEnded(
             run_id=message.run_id,
@@ -168,8 +165,7 @@ class Receiver:
             self._endings.drop(message.run_id)
         lost: list[Event] = []
         if message.is_last:  # before anything else is launched there
-            parts.launcher.trainer_died(device)
-            lost = [*self._start(parts.handovers.device_lost(device)), DeviceLost(device=device)]
+            lost = [*self._device_lost(device), DeviceLost(device=device)]
         news = [ended, *lost, *self._runtime.rank_ended(message)]
         if message.has_device_failed and message.error is not None:
             return self._lost(run, device, message.error.description) + news
@@ -177,8 +173,26 @@ class Receiver:
             return self._progressed(run, [device]) + news
         return news
 
-    def _start(self, launches: Iterable[Start]) -> list[Event]:
-        return [event for what in launches for event in self._parts.start(what)]
+    def _checkpoint_told(
+        self, message: CheckpointSaved | CheckpointFailed, number: int
+    ) -> list[Event]:
+        """A run has made a checkpoint, or can't: what follows if it has left its devices."""
+        if isinstance(message, CheckpointSaved):
+            self._parts.retention.folder.saved(message.location)
+        else:
+            self._parts.launcher.checkpoint_failed(number, message)
+        match self._parts.held.take(message):
+            case Start() as start:
+                return self._parts.start(start)
+            case CheckpointSaved() as saved:
+                return [saved]
+        return []
+
+    def _device_lost(self, device: int) -> list[Event]:
+        """No run begins there, and nothing is waited for that was there."""
+        self._parts.launcher.trainer_died(device)
+        starts = self._parts.held.device_lost(device)
+        return [event for start in starts for event in self._parts.start(start)]
 
     # -- the fleet --------------------------------------------------------------------------------
 
@@ -187,9 +201,8 @@ class Receiver:
     ) -> list[Event]:
         device, trainers, news = message.device, self._runtime.trainers, list[Event]()
         if isinstance(message, TrainerExited) and message.process == trainers.process_on(device):
-            self._parts.launcher.trainer_died(device)
             self._parts.deadlines.drop(device)
-            news += self._start(self._parts.handovers.device_lost(device))
+            news += self._device_lost(device)
             for run in [run for run in self._runs.values() if device in run.remaining()]:
                 is_killed = trainers.is_killed(device)
                 error = run.lose_rank(message, is_killed=is_killed)
@@ -197,16 +210,12 @@ class Receiver:
                     news.append(_fail(run, error))
                 elif not is_killed and not is_with_node:
                     news += self._lost(run, device, f"its trainer ended with {message.cause}")
-        news += self._change_fleet(self._runtime.device_events(message))
-        if isinstance(message, TrainerReady):
-            self._parts.launcher.send_waiting()  # a rehearsal may wait for it
-        return news
+        return news + self._change_fleet(self._runtime.device_events(message))
 
     def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
         for run_id, run in self._runs.items():
             if not set(devices).isdisjoint(run.remaining()):
                 self._endings.begin(run_id, LEAVE_S)
-        self._parts.handovers.leaving(devices)
         return self._change_fleet([DeviceLeaving(device=device) for device in devices])
 
     def _node_lost(self, message: NodeLost) -> list[Event]:

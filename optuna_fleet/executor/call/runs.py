@@ -46,11 +46,12 @@ class StopLine:
     for themselves.
 
     Attributes:
-        saves: They are asked only to be saved there.
+        saves: They are to be saved there, and go on.
+        stays: They are to leave, and their trial goes on with rank 0's device.
     """
 
     def __init__(self) -> None:
-        self.saves = False
+        self.saves = self.stays = False
         self._awaited: set[int] = set()
         self._furthest: Place = (0, 0, 0)
 
@@ -59,10 +60,18 @@ class StopLine:
         """Whether ranks have not told yet where they are."""
         return bool(self._awaited)
 
-    def ask(self, ranks: Iterable[int]) -> None:
-        """These ranks are asked where they are."""
-        self._awaited = set(ranks)
-        self._furthest = (0, 0, 0)
+    def ask(self, ranks: Iterable[int], *, saves: bool, stays: bool = False) -> list[int]:
+        """These ranks are to stop; return who must be asked for it where they are.
+
+        None if they were asked already: what they tell serves for both, and to leave counts.
+        """
+        was_asked = self.is_asked
+        if not (was_asked and saves):
+            self.saves, self.stays = saves, stays
+        if was_asked:
+            return []
+        self._awaited, self._furthest = set(ranks), (0, 0, 0)
+        return sorted(self._awaited)
 
     def take(self, rank: int, place: Place = (0, 0, 0)) -> Place | None:
         """A rank is at this place, or has left; return where to stop if it was the last."""
@@ -88,8 +97,7 @@ class RunRecord:
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
         stop_line: Where it leaves its devices within an epoch, or is saved.
-        stays: The ranks that do not leave, but wait there.
-        is_movable: It reads batches between which it can move.
+        is_movable: It has said that it reads batches between which it can move.
         has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
     """
@@ -106,10 +114,13 @@ class RunRecord:
     pending_epoch: EndEpoch | None = None
     verdict: BaseException | None = None
     stop_line: StopLine = field(default_factory=StopLine)
-    stays: tuple[int, ...] = ()
     is_movable: bool = False
     has_met: bool = False
     has_died: bool = False
+
+    def begin(self, launch: Launch) -> None:
+        """It begins as this launch says: now the order of its ranks is known."""
+        self.launch = launch
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.

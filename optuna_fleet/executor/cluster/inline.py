@@ -29,7 +29,7 @@ from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.calls import RankCall, Reply
+from optuna_fleet.wire.calls import AfterEpoch, RankCall, Reply
 from optuna_fleet.wire.messages import Ended, Remark, RunTrial, Usage
 
 _DEVICE = Device(index=0, node=0, kind="cpu", node_name="inline")
@@ -198,7 +198,7 @@ class _InlineSession(Session):
             self._log.epoch_ended(number, ended.epoch + 1)
             has_converged = self._evaluator.has_converged(number, ended.last_step)
             decision = EpochDecision.STOP if has_converged else EpochDecision.GO
-            self._calls.answer_epoch(self._record, decision)
+            self._calls.answer_epoch(self._record, AfterEpoch(decision))
 
     def flight(self, error: BaseException | None) -> Flight:
         """The record of its run, which has ended."""

@@ -214,18 +214,18 @@ class Controller:
         trial.predicted_epochs = event.predicted_epochs
         if trial.model is not None:  # even if its first data was for something else
             trial.model = replace(trial.model, resumable=True)
-        decision = EpochDecision.GO
+        decision, devices = EpochDecision.GO, tuple[int, ...]()
         if event.converged:
             decision = EpochDecision.STOP
         elif run.is_moving or self._roster.has_to_leave(run):
-            decision = EpochDecision.YIELD
+            decision, devices = EpochDecision.YIELD, self._roster.next_devices(run)
             if run.stage is not Stage.LEAVING:
                 run.become(Stage.LEAVING)
         elif self._planner.may_rest(trial):
             run.become(Stage.AT_REST)
             self._planner.has_news = True
             return []
-        return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+        return [AnswerEpoch(run_id=event.run_id, decision=decision, devices=devices)]
 
     def _rank_ended(self, run: Run, event: RankEnded) -> list[Instruction]:
         if event.device in run.endings:
@@ -273,8 +273,7 @@ class Controller:
         if run is None or not self._problems.can_leave(self._roster.trials[run.number]):
             return []
         run.clears = True
-        rest = (own for own in run.devices if own not in self._roster.leaving)
-        return self._planner.leave(run, tuple(rest))
+        return self._planner.leave(run, self._roster.next_devices(run))
 
     def _device_gone(self, device: int) -> list[Instruction]:
         if not self._presence.leave(device):

@@ -204,7 +204,8 @@ class Planner:
         within = self._problems.moves_within_epoch(self._roster.trials[run.number])
         run.become(Stage.LEAVING if was_at_rest or within else Stage.ASKED)
         if was_at_rest:
-            return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.YIELD)]
+            decision = EpochDecision.YIELD
+            return [AnswerEpoch(run_id=run.run_id, decision=decision, devices=devices)]
         return [Interrupt(run_id=run.run_id, devices=devices)] if within else []
 
     def _stay(self, run: Run) -> list[Instruction]:

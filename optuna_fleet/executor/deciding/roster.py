@@ -70,6 +70,13 @@ class Roster:
         """Whether a run that trains is on devices that will be gone soon."""
         return run.stage is Stage.TRAINING and not self.leaving.isdisjoint(run.devices)
 
+    def next_devices(self, run: Run) -> tuple[int, ...]:
+        """Where its trial is to go on, if that is known: on the rest, if some devices go."""
+        if (promised := self.pending.get(run.number)) is not None:
+            return promised.devices
+        rest = tuple(device for device in run.devices if device not in self.leaving)
+        return rest if len(rest) < len(run.devices) else ()
+
     def is_promised(self, devices: Iterable[int]) -> bool:
         """Whether pending placements wait for all these devices."""
         return set(devices).issubset(d for reserved in self._reserved() for d in reserved)

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations.lightning.follower import Follower
 from optuna_fleet.integrations.lightning.progress import Progress
-from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.gradients.collectives import gather
 from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
 from optuna_fleet.trainer.trial import FleetTrial
 

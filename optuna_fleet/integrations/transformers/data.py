@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import nested_concat
 
-from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.gradients.collectives import gather
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.nested import map_tensors
 from optuna_fleet.trainer.trial import FleetTrial

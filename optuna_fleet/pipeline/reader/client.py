@@ -32,7 +32,6 @@ class PipelineClient:
     Attributes:
         spec: The description of the data sets.
         waited_s: Seconds spent waiting for data so far.
-        at_wait: Called when such a wait begins, and when it ends.
     """
 
     def __init__(self, sock: socket.socket, spec: PipelineSpec) -> None:
@@ -45,7 +44,11 @@ class PipelineClient:
         self._mapping: Mapping | None = None
         self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
         self.waited_s = 0.0
-        self.at_wait: Callable[[], object] = lambda: None
+        self._at_wait: Callable[[], object] = lambda: None
+
+    def tell_waits(self, at_wait: Callable[[], object]) -> None:
+        """Have `at_wait`, and nobody else, called when a wait begins, and when it ends."""
+        self._at_wait = at_wait
 
     def read(self, name: str, **arguments: Any) -> Batches[Batch]:
         """Returns one epoch of a data set in batches; the arguments are those of `ReadPlan`."""
@@ -144,13 +147,13 @@ class PipelineClient:
         if arrived():
             return
         begin = time.perf_counter()
-        self.at_wait()
+        self._at_wait()
         try:
             while not arrived():
                 self._receive()
         finally:
             self.waited_s += time.perf_counter() - begin
-            self.at_wait()
+            self._at_wait()
 
     def _receive(self, flags: int = 0) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints of trials: what is in them, and how it is made fit to be written and loaded."""
+"""Checkpoints of trials: what is in them, as one string of bytes, and how these are read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import math
 import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from torch.utils import _pytree as pytree
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
+from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import set_rng_state
 from optuna_fleet.trainer.splitting import tracked
 
+Bytes: TypeAlias = bytes | bytearray | memoryview
 Read = Callable[[Any], bytes | bytearray]
 
 _PLAIN_TYPES = (
@@ -53,6 +55,7 @@ class Checkpoint:
         step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
         totals: What each rank has added to ``trial.totals`` before that step.
         on_device: Which leaves of `state` are tensors that were on the trial's GPU.
+        sums: `Net.sums` of it all.
     """
 
     loop: int
@@ -67,6 +70,7 @@ class Checkpoint:
     step: int | None = None
     totals: list[dict[str, Any]] = field(default_factory=list)
     on_device: list[int] = field(default_factory=list)
+    sums: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def position(self) -> tuple[int, ...]:
@@ -74,22 +78,69 @@ class Checkpoint:
         return self.loop, self.epoch, *(() if self.step is None else (self.step,))
 
 
-def snapshot(checkpoint: Checkpoint) -> Checkpoint:
-    """Copy a checkpoint to the CPU's memory, fit to be written; nothing changes it there.
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A checkpoint as it is handed over, and written: nothing changes it any more.
+
+    Attributes:
+        data: What `unpacked` takes.
+        position: How far the trial is in it.
+        epoch: The epoch to go on with.
+    """
+
+    data: Bytes
+    position: tuple[int, ...]
+    epoch: int
+
+
+def captured(checkpoint: Checkpoint) -> Captured:
+    """Copy a checkpoint to the CPU's memory.
 
     Raises:
         FleetConfigError: If ``trial.state`` or a ``state_dict`` holds a type that can't be loaded
             safely; names the key.
+        CheckpointError: If torch could not load it again.
     """
-    return replace(
+    fit = replace(
         checkpoint,
-        objects=_portable(checkpoint.objects, "objects", own=False, copies={}),
+        objects=_portable(checkpoint.objects, "objects", own=False),
         remainder=_portable(checkpoint.remainder, "remainder", own=False),
         state=_portable(checkpoint.state, "trial.state", own=True),
         totals=_portable(checkpoint.totals, "trial.totals", own=False),
-        history=dict(checkpoint.history),
         on_device=_on_device(checkpoint.state),
     )
+    buffer = io.BytesIO()
+    with _without_crc():
+        torch.save({field.name: getattr(fit, field.name) for field in fields(fit)}, buffer)
+    try:
+        unpacked(buffer.getbuffer(), "meta")
+    except pickle.UnpicklingError as error:
+        why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
+        raise CheckpointError(
+            f"Torch could not load again what the trial keeps ({why or error}): store plain "
+            "numbers, strings and tensors."
+        ) from error
+    return Captured(buffer.getbuffer(), checkpoint.position, checkpoint.epoch)
+
+
+def unpacked(data: Bytes, device: str = "cpu") -> Checkpoint:
+    """The checkpoint in what `captured` has made, with its tensors on that device."""
+    return Checkpoint(**torch.load(io.BytesIO(data), map_location=device, weights_only=True))
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """Those of torch take longer than all the rest; files have a SHA-256 of ours."""
+    setting: Any = torch.serialization
+    if not hasattr(setting, "set_crc32_options"):  # before torch 2.6
+        yield
+        return
+    was = setting.get_crc32_options()
+    setting.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        setting.set_crc32_options(was)
 
 
 def placed(saved: Checkpoint, device: torch.device) -> Checkpoint:
@@ -105,23 +156,25 @@ def _on_device(state: dict[str, Any]) -> list[int]:
     return [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_cpu]
 
 
-def write(file: IO[bytes], copy: Checkpoint, owner: Owner) -> None:
-    """Write what `snapshot` returned into an empty file.
+def write(file: IO[bytes], content: Captured, owner: Owner) -> None:
+    """Write it into an empty file.
 
     Raises:
         OSError: It can't be written.
     """
-    checkpoint_file.write(
-        file, lambda payload: _write(copy, payload), owner=owner, epoch=copy.epoch
-    )
+
+    def put(payload: IO[bytes]) -> None:
+        payload.write(content.data)
+
+    checkpoint_file.write(file, put, owner=owner, epoch=content.epoch)
 
 
-def _write(copy: Checkpoint, file: IO[bytes]) -> None:
-    torch.save({field.name: getattr(copy, field.name) for field in fields(copy)}, file)
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that was read: as it is handed over, and what is in it."""
 
-
-def _read(data: bytes | memoryview) -> Checkpoint:
-    return Checkpoint(**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    captured: Captured
+    content: Checkpoint
 
 
 def load_newest(
@@ -129,7 +182,7 @@ def load_newest(
     owner: Owner,
     parameters: Mapping[str, Any] | None = None,
     read: Read = checkpoint_file.contents,
-) -> tuple[Checkpoint | None, list[str]]:
+) -> tuple[Found | None, list[str]]:
     """Read the newest good checkpoint of several.
 
     Args:
@@ -155,7 +208,7 @@ def load(
     owner: Owner,
     parameters: Mapping[str, Any] | None = None,
     read: Read = checkpoint_file.contents,
-) -> Checkpoint:
+) -> Found:
     """Read and verify a checkpoint; its tensors are on the CPU.
 
     Raises:
@@ -165,14 +218,14 @@ def load(
     """
     payload = checkpoint_file.verified(path, read(path), owner)
     try:
-        loaded = _read(payload)
+        content = unpacked(payload)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"The checkpoint {path} has in it what torch can't load here: {ADVICE}."
         ) from error
     if parameters is not None:
-        _check_parameters(path, loaded.parameters, parameters)
-    return loaded
+        _check_parameters(path, content.parameters, parameters)
+    return Found(Captured(payload, content.position, content.epoch), content)
 
 
 def _check_parameters(
@@ -194,63 +247,26 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank of the default group gives, plain values and tensors, on every rank."""
-    if group_size() == 1:
-        return [own]
-    # Not all_gather_object: it unpickles, and torch's connections prove nothing of their peers.
-    buffer = io.BytesIO()
-    torch.save(own, buffer)
-    mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(wire_device())
-    sizes = [torch.tensor(0, device=mine.device) for _ in range(group_size())]
-    dist.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
-    lengths: list[int] = torch.stack(sizes).tolist()
-    most = max(lengths)
-    states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
-    dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    where = None if torch.cuda.is_available() else "cpu"  # others may be on GPUs
-    data = [state[:n].cpu().numpy().tobytes() for state, n in zip(states, lengths, strict=True)]
-    return [torch.load(io.BytesIO(d), map_location=where, weights_only=True) for d in data]
-
-
-def broadcast(own: Checkpoint | None) -> Checkpoint:
-    """What rank 0 gives, on every rank; all must call it."""
-    sent = io.BytesIO()
-    if own is not None:
-        _write(snapshot(own), sent)
-    data = torch.frombuffer(bytearray(sent.getbuffer()) or bytearray(1), dtype=torch.uint8)
-    (size,) = of_first_rank([len(data)])
-    data = (data if own is not None else torch.empty(size, dtype=torch.uint8)).to(wire_device())
-    dist.broadcast(data, src=0)
-    if own is not None:
-        return own
-    return _read(data.cpu().numpy().tobytes())
-
-
 def restore_rng(states: list[dict[str, Any]]) -> None:
     """Restore this rank's own generators, or rank 0's if the number of ranks changed."""
     rank = dist.get_rank() if group_size() == len(states) and dist.is_initialized() else 0
     set_rng_state(states[rank])
 
 
-def _portable(
-    value: Any, where: str, *, own: bool, copies: dict[Any, torch.Tensor] | None = None
-) -> Any:
-    """Copy of `value` that ``torch.load(weights_only=True)`` accepts, with compact CPU tensors.
+def _portable(value: Any, where: str, *, own: bool) -> Any:
+    """`value` as ``torch.load(weights_only=True)`` accepts it, with the same tensors.
 
     Args:
         value: A tensor, a plain value, or containers of them.
         where: Its name in errors.
         own: Whether it is the user's own (``trial.state``), who can convert NumPy values; those in
             other objects (a learning rate, say) become Python numbers here.
-        copies: Those made so far, where what is the same there (tied weights) stays so.
     """
     if isinstance(value, torch.Tensor) and _can_be_loaded(type(value.detach())):
-        key = None if copies is None else _memory_of(value)
-        if copies is None or key is None:
-            return _copy(value)
-        return copies[key] if key in copies else copies.setdefault(key, _copy(value))
-    again = partial(_portable, own=own, copies=copies)
+        value = value.detach()
+        # Torch saves whole storages: a view of a large tensor would take all of it along.
+        return value.clone() if _is_part(value) else value
+    again = partial(_portable, own=own)
     value = tracked.plain(value)
     if type(value) in _PLAIN_TYPES:
         return bytearray(value) if isinstance(value, bytearray) else value
@@ -286,26 +302,9 @@ def _portable_dict(
     return ordered
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-        if tensor.layout != torch.strided or not _is_part(tensor):
-            return tensor
-    # Training goes on changing it while it is written. And torch saves whole storages: a view of
-    # a large tensor would take all of it along.
-    return tensor.clone()
-
-
-def _memory_of(tensor: torch.Tensor) -> Any:
-    """What only tensors have in common that are the same one; None where that can't be told."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or not tensor.numel() or not tensor.data_ptr():
-        return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def _is_part(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 

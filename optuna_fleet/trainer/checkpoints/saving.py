@@ -19,36 +19,34 @@ from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Found
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, Refused, receive_file, send_file
 
-Make = Callable[[], Checkpoint]
+Make = Callable[[], Captured]
 
 
 class Saver:
-    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial."""
+    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: Of the run.
+        before: Of the run that has left what this one goes on with, where that is known.
+    """
+
+    def __init__(self, session: Session, before: Saver | None = None) -> None:
         self._session = session
-        self._owner = Owner(study=session.run.study_name, trial=session.run.number)
-        self.begin_run()
-        self._thread: threading.Thread | None = None
+        self._run = session.run
+        self._owner = Owner(study=self._run.study_name, trial=self._run.number)
+        self._files = RunFiles(self._run, session.dial)
+        self._thread: threading.Thread | None = before._thread if before else None
         self._has_failed = False
-        self._best: Checkpoint | None = None
-        self._written_best: Checkpoint | None = None
+        self._best: Captured | None = before._best if before else None
+        self._written_best: Captured | None = before._written_best if before else None
 
-    def begin_run(self) -> None:
-        """What comes now is of the run that is under way now."""
-        self._files = RunFiles(self._run, self._session.dial)
-
-    @property
-    def _run(self) -> RunTrial:
-        return self._session.run
-
-    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+    def newest(self) -> tuple[Found | None, list[str]]:
         """Read the newest good one that the trial has; see `checkpoint.load_newest`."""
         run = self._run
         return checkpoint.load_newest(
@@ -60,24 +58,26 @@ class Saver:
         """Whether a checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def can_copy(self, make: Make) -> bool:
-        """Whether a checkpoint can be made of what `make` returns."""
-        return self._copied(make) is not None
+    def captured(self, capture: Make) -> Captured | None:
+        """What `capture` returns, or None if it can't."""
+        try:
+            return capture()
+        except Exception as error:
+            self._failed(error)
+            return None
 
-    def save(self, make: Make) -> None:
-        """Copy what `make` returns and begin to write it; `is_busy` must be false."""
-        copy = self._copied(make)
-        self._has_failed = copy is None
-        if copy is not None:
-            thread = threading.Thread(
-                target=self._write, args=(copy, self._best), name="optuna-fleet-checkpoint"
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # too many threads, or processes
-                self._write(copy, self._best)
-            else:
-                self._thread = thread
+    def save(self, content: Captured) -> None:
+        """Begin to write it; `is_busy` must be false."""
+        self._has_failed = False
+        thread = threading.Thread(
+            target=self._write, args=(content, self._best), name="optuna-fleet-checkpoint"
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # too many threads, or processes
+            self._write(content, self._best)
+        else:
+            self._thread = thread
 
     def finish(self) -> bool:
         """Wait until the last checkpoint is written; return whether it was."""
@@ -86,20 +86,15 @@ class Saver:
             self._thread = None
         return not self._has_failed
 
-    @property
-    def owes_best(self) -> bool:
-        """Whether the best is not written yet."""
-        return self._best is not self._written_best
+    def keep_best(self, capture: Make) -> None:
+        """Keep what led to the best report so far; it is written with the next checkpoint."""
+        self._best = self.captured(capture)
 
-    def keep_best(self, make: Make) -> None:
-        """Copy what led to the best report so far; it is written with the next checkpoint."""
-        self._best = self._copied(make)
-
-    def leave(self, value: float, make: Make) -> None:
+    def leave(self, value: float, capture: Make) -> None:
         """Write what the trial leaves behind, having returned `value`.
 
         That is what led to the report of `value`, if that was the best and not the last; else what
-        `make` returns.
+        `capture` returns.
         """
         self.finish()
         left = None
@@ -110,7 +105,7 @@ class Saver:
                     "It returned the best value that it had reported, but nothing good is kept of "
                     "what it had prepared then: its final checkpoint has its last weights."
                 )
-        left = left or self._copied(make)
+        left = left or self.captured(capture)
         if left is None:
             return
         try:
@@ -118,38 +113,33 @@ class Saver:
         except Exception as error:
             self._failed(error)
 
-    def _best_of(self, value: float) -> Checkpoint | None:
-        """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
+    def _best_of(self, value: float) -> Captured | None:
+        """What `keep_best` has kept when `value` was reported, in this run or an earlier one."""
         for path in self._run.bests if self._best is None else ():
             with suppress(CheckpointError, RetryableError):
                 known = self._run.parameters
                 found = checkpoint.load(path, self._owner, known, self._files.read)
                 # One newer than the checkpoint that the trial went on with may be of another.
-                if next(reversed(found.history.values())) == value:
-                    return checkpoint.snapshot(found)
+                if next(reversed(found.content.history.values())) == value:
+                    return found.captured
         return self._best
 
-    def _copied(self, make: Make) -> Checkpoint | None:
-        try:
-            return checkpoint.snapshot(make())
-        except Exception as error:
-            self._failed(error)
-            return None
-
-    def _write(self, copy: Checkpoint, best: Checkpoint | None) -> None:
+    def _write(self, content: Captured, best: Captured | None) -> None:
         try:
             if best is not None and best is not self._written_best:
                 # First: no checkpoint tells of a report of which nothing is kept.
-                self._save(best, copy.position, "best")
+                self._save(best, content.position, "best")
                 self._written_best = best
-            location = self._save(copy, copy.position, "")
+            location = self._save(content, content.position, "")
         except Exception as error:
             self._has_failed = True
             self._failed(error)
             return
-        self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
+        self._tell(
+            CheckpointSaved(run_id=self._run.run_id, epoch=content.epoch, location=location)
+        )
 
-    def _save(self, content: Checkpoint, position: tuple[int, ...], kind: str) -> str:
+    def _save(self, content: Captured, position: tuple[int, ...], kind: str) -> str:
         return self._files.write(
             position, kind, lambda file: checkpoint.write(file, content, self._owner)
         )

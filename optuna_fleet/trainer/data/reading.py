@@ -144,10 +144,6 @@ class Reading:
     def __init__(self, pipeline: PipelineClient | InlineClient, position: EpochPosition) -> None:
         self._pipeline = pipeline
         self._position = position
-        self.begin_run()
-
-    def begin_run(self) -> None:
-        """Other ranks read from now on, which do not know of what was read."""
         self._rounds: dict[str, tuple[int, Start]] = {}  # under way, and of which loop
 
     def start(self, asked: Asked, rank: int) -> Start | None:

@@ -11,7 +11,6 @@ from typing import Any
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.trainer.widths import stay_alone
 
 _OTHER_ROWS = (
     "The collate_fn of data set '{name}' makes other rows than one for each sample: devices would "
@@ -49,4 +48,4 @@ class Rows:
         if run.world_size > 1:
             raise self._parts.weights.too_wide(_OTHER_ROWS.format(name=name))
         if run.num_devices > 1:
-            stay_alone(self._parts.session, _OTHER_ROWS.format(name=name))
+            self._parts.widths.stay_alone(_OTHER_ROWS.format(name=name))

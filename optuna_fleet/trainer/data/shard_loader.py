@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.widths import Bounds
-from optuna_fleet.wire.messages import RunTrial, Trained
+from optuna_fleet.wire.messages import Trained
 
 _LONG_S = 120.0
 _UNPREPARED = (
@@ -54,7 +54,6 @@ class _Pass:
     first: int
     is_shuffled: bool
     can_leave: bool
-    world_size: int
 
 
 class ShardLoader:
@@ -62,8 +61,7 @@ class ShardLoader:
 
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
-        bounds: On how many devices it may train.
-        gives_whole_batches: Each rank gets all of a batch, as if it were alone.
+        stopwatch: Measures the rate.
     """
 
     def __init__(
@@ -75,21 +73,21 @@ class ShardLoader:
         split_check: SplitCheck | None,
     ) -> None:
         self.reached_after_s: float | None = None
-        self.bounds = Bounds()
-        self.gives_whole_batches = False
+        self.stopwatch = Stopwatch(parts.run.measure, parts.device)
+        self._gives_whole_batches = False
         self._parts = parts
         self._session = parts.session
+        self._run = parts.run
+        self._widths = parts.widths
         self._weights = parts.weights
         self._position = parts.position
         self._device = parts.device
-        weights = parts.weights  # alone: the session outlives what is trained
-        parts.session.collectives = lambda: weights.collectives
         self._pipeline = pipeline
         self._modules = modules
         self._within = within
         self._reading = Reading(pipeline, parts.position) if pipeline else None
         self._rows = Rows(parts, pipeline.spec if pipeline else None)
-        self.split_check = split_check
+        self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._reached: Model | None = None  # as told last
@@ -100,16 +98,14 @@ class ShardLoader:
         self._read_outside: Counter[str] = Counter()
         self._timed_pass: int | None = None
         self._num_passes = 0
-        self.begin_run()
-
-    @property
-    def _run(self) -> RunTrial:
-        return self._session.run
+        self._has_trained = False
+        if isinstance(pipeline, PipelineClient):
+            pipeline.tell_waits(self.stopwatch.wait)
 
     @property
     def _place(self) -> tuple[int, int]:
         """This rank among those that share a batch, and their number."""
-        return (0, 1) if self.gives_whole_batches else (self._run.rank, self._run.world_size)
+        return (0, 1) if self._gives_whole_batches else (self._run.rank, self._run.world_size)
 
     def batches(
         self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool = False
@@ -139,6 +135,10 @@ class ShardLoader:
         assert self._pipeline is not None
         return int(self._pipeline.spec.dataset(name).num_samples)
 
+    def give_whole_batches(self, *, is_whole: bool) -> None:
+        """Give each rank all of a batch from now on, as if it were alone; or its share."""
+        self._gives_whole_batches = is_whole
+
     def num_steps(self, asked: Asked) -> int:
         """Number of global batches in an epoch."""
         assert self._reading is not None
@@ -148,8 +148,7 @@ class ShardLoader:
         """Yield this rank's shards, on the trial's device."""
         one = self._open(asked, movable=movable)
         try:
-            while (step := (yield from self._read(one))) is not None:
-                one = self._go_on(one, step)
+            yield from self._read(one)
         finally:
             self._close(one)
         # While all ranks are here: some may not look at the totals.
@@ -158,15 +157,14 @@ class ShardLoader:
         if one.is_shuffled:
             self._parts.net.check()
 
-    def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
-        """Yield what is left of a pass; return the step that another run goes on with, if any."""
+    def _read(self, one: _Pass) -> Iterator[Any]:
         assert self._pipeline is not None
         finish = self._pipeline.finisher(one.asked.name)
         with closing(feed(one.batches, self._device, finish)) as fed:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check()
-                if one.can_leave and self._within.come_to(step, one.number):
-                    return step
+                if one.can_leave:
+                    self._within.come_to(step, one.number)
                 self._session.num_batches += 1
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()
@@ -179,7 +177,7 @@ class ShardLoader:
                     share,
                     lockstep=in_step,
                     trains=trains,
-                    is_whole=self.gives_whole_batches,
+                    is_whole=self._gives_whole_batches,
                 )
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
@@ -192,17 +190,17 @@ class ShardLoader:
                     if (rate := self.stopwatch.stop(batch.global_size)) is not None:
                         self._tell_rate(rate)
                     self.stopwatch.start()
-        return None
 
     def _open(self, asked: Asked, *, movable: bool) -> _Pass:
         assert self._pipeline is not None
         assert self._reading is not None
         if not self._modules and not self._position.reads_unprepared:
-            self._position.reads_unprepared, self.bounds = True, Bounds(max_devices=1)
+            self._position.reads_unprepared = True
+            self._widths.bound(Bounds(max_devices=1))
             self._session.remark(["unprepared"], _UNPREPARED)
         name = asked.name
         rolls = self._pipeline.rolls(name)
-        can_leave = movable and not rolls and not self.gives_whole_batches
+        can_leave = movable and not rolls and not self._gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)
         self._reach(name, asked.batch_size, movable=can_leave)
         is_shuffled = self._pipeline.spec.dataset(name).shuffled
@@ -211,48 +209,25 @@ class ShardLoader:
         first, goes_on = self._within.first_step(movable=can_leave)
         if self._timed_pass is None and self._trains(is_shuffled):
             self._timed_pass = self._num_passes
-            self.stopwatch.start()  # that of the run which a newcomer has joined by now
-        if self._session.joins and self._position.is_inside:
-            self._session.cannot_join("the epoch begins with another pass than at first")
+            self.stopwatch.start()
         if goes_on:  # with the generator that the checkpoint has
             self._seeded_for = (self._position.loop, self._position.epoch)
         start = self._reading.start(asked, self._run.rank)
         batches = self._reading.batches(asked, self._place, start, first)
-        width = self._run.world_size
-        return _Pass(asked, self._num_passes, batches, first, is_shuffled, can_leave, width)
-
-    def begin_run(self) -> None:
-        """Another run goes on here, or the first one."""
-        self._has_trained = False
-        if self._reading is not None:
-            self._reading.begin_run()
-        self.stopwatch = Stopwatch(self._run.measure, self._device)
-        if isinstance(self._pipeline, PipelineClient):
-            self._pipeline.at_wait = self.stopwatch.wait
-
-    def _go_on(self, one: _Pass, step: int) -> _Pass:
-        """The pass from that step on, as it is read by the ranks of another run."""
-        if self._run.world_size != one.world_size:
-            self._seeded_for = None
-        if self.stopwatch.active:
-            self._timed_pass = one.number
-            self.stopwatch.start()
-        assert self._reading is not None
-        rest = self._reading.batches(one.asked, self._place, first_step=step)
-        return replace(one, batches=rest, first=step, world_size=self._run.world_size)
+        return _Pass(asked, self._num_passes, batches, first, is_shuffled, can_leave)
 
     def _close(self, one: _Pass) -> None:
         self._weights.close(one.number)
         if one.can_leave:
             self._within.end_pass()
-        if self.split_check is not None:
-            self.split_check.close()
+        if self._split_check is not None:
+            self._split_check.close()
         if self._timed_pass == one.number:
             self._timed_pass = None
 
     def _begin_step(self, data: Any, size: int) -> None:
-        if self.split_check is not None:
-            self.split_check.hand_out(data, size)
+        if self._split_check is not None:
+            self._split_check.hand_out(data, size)
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
         # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)
@@ -326,13 +301,13 @@ class ShardLoader:
                 resumable=self._position.is_inside,
                 samples_per_epoch=per_period,
                 max_epochs=max_epochs,
-                min_devices=self.bounds.min_devices,
-                max_devices=self.bounds.most_for(batch_size),
-                spans_types=self.bounds.spans_types,
+                min_devices=self._widths.bounds.min_devices,
+                max_devices=self._widths.bounds.most_for(batch_size),
+                spans_types=self._widths.bounds.spans_types,
                 movable=movable,
             )
         )
-        if self._position.is_inside and self.bounds.min_devices > self._run.world_size:
+        if self._position.is_inside and self._widths.bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:
             self._session.warn(
@@ -346,9 +321,9 @@ class ShardLoader:
         Raises:
             FleetConfigError: It reads no batches, and so can have no more devices.
         """
-        self.bounds = replace(self.bounds, min_devices=num_devices)
+        self._widths.bound(replace(self._widths.bounds, min_devices=num_devices))
         if self._reached is not None:
-            most = self.bounds.most_for(self._reached.max_devices)
+            most = self._widths.bounds.most_for(self._reached.max_devices)
             self._tell_reached(replace(self._reached, min_devices=num_devices, max_devices=most))
             self._session.unwind(Yielded)
         raise FleetConfigError(

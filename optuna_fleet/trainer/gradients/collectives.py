@@ -1,4 +1,4 @@
-"""Sums and means over the ranks of a trial.
+"""Sums and means over the ranks of a trial, and what else they tell each other.
 
 What ``trial.sum`` and ``trial.mean`` give and refuse is the same in a group of one: what works on
 one device works on several. So their results never carry gradients, not even there:
@@ -7,6 +7,7 @@ one device works on several. So their results never carry gradients, not even th
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
+from optuna_fleet.trainer.groups import (
+    check_agreement,
+    group_size,
+    of_first_rank,
+    wire_device,
+)
 from optuna_fleet.trainer.nested import map_leaves
 
 _BITS = 32
+_MESSAGE_BYTES = 64 * 2**20  # of a GPU's memory
 
 
 def all_reduce_sum(values: Any, *, alone: bool = False) -> Any:
@@ -75,6 +82,41 @@ def mean(values: Any, weight: float | None = None, *, alone: bool = False) -> An
         *scaled, weights = all_reduce_sum([*scaled, own])
     means = iter([part / weights if weights else part * torch.nan for part in scaled])
     return map_leaves(values, lambda value: _like(value, next(means)))
+
+
+def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank of the default group gives, plain values and tensors, on every rank."""
+    if group_size() == 1:
+        return [own]
+    # Not all_gather_object: it unpickles, and torch's connections prove nothing of their peers.
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(wire_device())
+    sizes = [torch.tensor(0, device=mine.device) for _ in range(group_size())]
+    dist.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
+    lengths: list[int] = torch.stack(sizes).tolist()
+    most = max(lengths)
+    states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
+    dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
+    where = None if torch.cuda.is_available() else "cpu"  # others may be on GPUs
+    data = [state[:n].cpu().numpy().tobytes() for state, n in zip(states, lengths, strict=True)]
+    return [torch.load(io.BytesIO(d), map_location=where, weights_only=True) for d in data]
+
+
+def broadcast(own: bytes | bytearray | memoryview) -> memoryview:
+    """The bytes that rank 0 gives, on every rank; all must call it."""
+    if group_size() == 1:
+        return memoryview(own)
+    (size,) = of_first_rank([len(own)])
+    data = memoryview(own if dist.get_rank() == 0 else bytearray(size))
+    if data.readonly:  # torch wants to be able to write
+        data = memoryview(bytearray(data))
+    for begin in range(0, size, _MESSAGE_BYTES):
+        part = torch.frombuffer(data[begin : begin + _MESSAGE_BYTES], dtype=torch.uint8)
+        sent = part.to(wire_device())
+        dist.broadcast(sent, src=0)
+        part.copy_(sent)
+    return data
 
 
 def one_number(value: Any, name: str) -> Tensor:

@@ -8,7 +8,7 @@ table per sample, a decision by a rank's own loss.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
+from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages
 
 _MESSAGE_BYTES = 25 * 2**20
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
@@ -100,6 +101,26 @@ class Net:
                 shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
                 raise self._weights.too_wide(APART.format(names=shown))
 
+    def sums(self) -> dict[str, list[float]]:
+        """Of all that is compared: the sum, and that of absolute values."""
+        return {name: [total, size] for name, total, size, _ in self._numbers()}
+
+    def unlike(self, sums: Mapping[str, Sequence[float]]) -> list[str]:
+        """What has other sums than `sums` has returned: what was restored is not what it was."""
+        return [
+            name
+            for name, total, size, tolerance in (self._numbers() if sums else ())
+            if name in sums and abs(total - sums[name][0]) > tolerance * max(size, sums[name][1])
+        ]
+
+    @torch.no_grad()
+    def _numbers(self) -> list[tuple[str, float, float, float]]:
+        if are_in_stages(self._objects):  # each rank has its own
+            return []
+        found = _found(self._objects, self._state)
+        values = [torch.stack([total, size]).nan_to_num().tolist() for _, total, size, _ in found]
+        return [(name, *pair, last) for (name, *_, last), pair in zip(found, values, strict=True)]
+
 
 @torch.no_grad()
 def find_divergence(objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> list[str]:
@@ -109,7 +130,7 @@ def find_divergence(objects: Sequence[Any], state: dict[str, Any], weights: Weig
     object's, the options of optimizers, and numbers and tensors in ``trial.state``.
     """
     weights.begin("the comparison of the ranks")
-    found = [(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
+    found = _found(objects, state)
     names = [name for name, *_ in found]
     if not _are_same(names):
         return ["the kinds and numbers of what was prepared, or is in trial.state,"]
@@ -126,6 +147,12 @@ def find_divergence(objects: Sequence[Any], state: dict[str, Any], weights: Weig
     return [name for name, apart in zip(names, differs.tolist(), strict=True) if apart]
 
 
+def _found(
+    objects: Sequence[Any], state: dict[str, Any]
+) -> list[tuple[str, Tensor, Tensor, float]]:
+    return [(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
+
+
 def _are_same(names: list[str]) -> bool:
     """Whether all ranks have these, so that they can be compared."""
     digest = hashlib.sha256("\n".join(names).encode()).digest()
@@ -137,17 +164,21 @@ def _are_same(names: list[str]) -> bool:
 
 def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
     """The sum, that of absolute values, and by what part of this ranks may differ in that."""
-    if not isinstance(value, Tensor):
-        value = torch.as_tensor(value, dtype=torch.float64)
-    if value.is_meta:
-        return None
-    real = torch.view_as_real(value) if value.is_complex() else value
     try:
-        total, size = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
-    except RuntimeError:  # of a kind that can not be added up
+        if not isinstance(value, Tensor):
+            value = torch.as_tensor(value, dtype=torch.float64)
+        if value.is_meta:
+            return None
+        real = torch.view_as_real(value) if value.is_complex() else value
+        if real.dtype in (torch.float32, torch.float64):  # the sum itself is added up in pairs
+            total, size = real.sum(), torch.linalg.vector_norm(real, 1)
+        else:
+            total, size = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
+    except (RuntimeError, OverflowError):  # of a kind that can not be added up
         return None
     epsilon = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
-    return total, size, min(max(_EPSILONS * epsilon, _LEAST_TOLERANCE), _MOST_TOLERANCE)
+    tolerance = min(max(_EPSILONS * epsilon, _LEAST_TOLERANCE), _MOST_TOLERANCE)
+    return total.double(), size.double(), tolerance
 
 
 def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str, Any]]:

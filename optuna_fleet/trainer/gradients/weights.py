@@ -21,6 +21,7 @@ from torch import Tensor
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.gradients.collectives import share_of_sum
 from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.session import Collectives
 
 _MOST_AHEAD = 64  # batches; of those that are read further ahead the last count
 
@@ -95,31 +96,25 @@ class Weights:
         step: How many batches were handed out for training; 0 where another thread takes them.
         was_weighted: `weigh` was called for the gradients that were reduced last.
         has_trained: A part of a batch was handed out for training since this was last unset.
-        collectives: Number, purpose and step of the last collectives of this rank.
-        at_collective: Told what a collective is for that is about to begin.
-        on_too_wide: Told of what can't be done on so many devices, and on how many it can, before
-            it is raised.
+
+    Args:
+        go_on_with_fewer: Told of what can't be done on so many devices, and on how many it can,
+            before it is raised.
+        collectives: Told of each that begins.
     """
 
-    def __init__(self) -> None:
-        self.on_too_wide: Callable[[str, int], None]
-        self.at_collective: Callable[[str], None]
-        self.end()
+    def __init__(
+        self,
+        go_on_with_fewer: Callable[[str, int], object] = lambda text, max_devices: None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        self._go_on_with_fewer = go_on_with_fewer
+        self._collectives = Collectives() if collectives is None else collectives
         self._thread = threading.get_ident()
         self._is_threaded = False
-        self.begin_run()
-
-    def end(self) -> None:
-        """Tell nobody: the session leads here, and would keep all that is told."""
-        self.on_too_wide = lambda text, max_devices: None
-        self.at_collective = lambda purpose: None
-
-    def begin_run(self) -> None:
-        """All ranks begin to count alike; nothing of an earlier batch is in use."""
         self.present = Share()
         self.lockstep = self.has_trained = False
         self._is_weighted = self.was_weighted = self._is_ahead = False
-        self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self.step = 0
         self._open: dict[int, tuple[Share, bool]] = {}
         self._passes: dict[int, _Pass] = {}
@@ -129,9 +124,7 @@ class Weights:
 
     def begin(self, purpose: str) -> None:
         """This rank begins a collective, of which others can tell how far it is."""
-        self.at_collective(purpose)
-        latest = (self.collectives[-1][0] + 1, purpose, self.step)
-        self.collectives = (*self.collectives[-7:], latest)  # at once: another thread reads it
+        self._collectives.begin(purpose, self.step)
 
     def check_step(self, purpose: str) -> None:
         """All ranks are about to call something.
@@ -151,7 +144,7 @@ class Weights:
 
     def too_wide(self, text: str, *, max_devices: int = 1) -> TrialError:
         """What can't be done on so many devices was told; returns what is to be raised."""
-        self.on_too_wide(text, max_devices)
+        self._go_on_with_fewer(text, max_devices)
         return TrialError(text)
 
     # -- batches ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optuna_fleet.alloc.partition import Link, Links
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.pipeline_parallel.agreement import leaves_something
@@ -149,7 +149,7 @@ def measured_links(nodes: Sequence[int], rank: int, usual: Link) -> Links:
             short_s = _there_and_back_s(1, there, group, starts=rank < there)
             long_s = _there_and_back_s(_NUM_BYTES, there, group, starts=rank < there)
             own = {"short_s": short_s, "long_s": long_s}
-        told = checkpoint.gather(own)
+        told = collectives.gather(own)
         found.append(link_of(**told[firsts[0]], usual=usual) if firsts else usual)
     return Links(within=found[0], between=found[1])
 

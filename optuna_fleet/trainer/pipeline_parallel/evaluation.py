@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.pipeline_parallel.messages import Activations, Message
 from optuna_fleet.trainer.pipeline_parallel.microbatches import num_samples
@@ -67,7 +67,7 @@ class Evaluation:
     def means(self) -> Any:
         """Of all batches, on every rank; all must call it."""
         sums: dict[str, float] = {}
-        for own in checkpoint.gather(self._sums):
+        for own in collectives.gather(self._sums):
             for name, total in own.items():
                 sums[name] = sums.get(name, 0.0) + total
         size = sums.pop(_SAMPLES, 0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parts import Parts
@@ -245,7 +245,7 @@ class Pipeline:
         """Losses of whole batches. Nobody goes on before all have settled, as all must tell."""
         if placed.num_workers == 1:
             return list(self._losses)
-        told = [rank["losses"] for rank in checkpoint.gather({"losses": list(self._losses)})]
+        told = [rank["losses"] for rank in collectives.gather({"losses": list(self._losses)})]
         firsts = [ranks[0] for ranks in placed.placement.ranks]
         for rank in firsts:
             if len(told[rank]) != len(told[0]):
@@ -261,7 +261,7 @@ class Pipeline:
         """Have parameter servers begin with the weights of now; all must call it."""
         if own.placed.edges is not None and own.placed.directory.hosts:
             own.placed.edges.host(own.servers())
-            checkpoint.gather({})  # nobody pushes before all servers are there
+            collectives.gather({})  # nobody pushes before all servers are there
 
     # -- evaluation -------------------------------------------------------------------------------
 

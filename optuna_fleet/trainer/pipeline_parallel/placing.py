@@ -15,7 +15,7 @@ from torch import nn
 
 from optuna_fleet.alloc.partition import DoesNotFit
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.agreement import names_by_piece
@@ -234,7 +234,7 @@ def _measured(
 ) -> tuple[list[list[LayerCost]], Ranks]:
     """What each rank knows of the layers and of its device, on all of them."""
     costs = layer_costs(list(model), loss, *batch, parts.device)
-    told = checkpoint.gather(
+    told = collectives.gather(
         {
             "costs": [asdict(cost) for cost in costs],
             "node": platform.node(),
@@ -256,8 +256,7 @@ def _use_others(
     number, num_blocks = group_size(), len(demand.blocks)
     if number > num_blocks and demand.most_workers == 1:
         why = f"On {number} devices: {refusal}"
-        parts.weights.on_too_wide(why, num_blocks)
-        raise TrialError(why)
+        raise parts.weights.too_wide(why, max_devices=num_blocks)
     most = demand.most_devices
     fewest = demand.fewest_stages(costs, most)
     if number >= most or (fewest is None and parts.run.are_alike):

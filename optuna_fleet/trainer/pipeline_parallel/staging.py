@@ -60,8 +60,8 @@ def make_pipeline(
             "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
             "layer, or its first and its last one share a module, or without flushes a parameter.",
         )
-    loader.bounds = replace(bounds, max_devices=most)
-    loader.gives_whole_batches = True
+    parts.widths.bound(replace(bounds, max_devices=most))
+    loader.give_whole_batches(is_whole=True)
     options = replace(options, max_devices=min(most, run.num_of_all_types))
     return Pipeline(model, optimizer, loss, options, parts, loader.need)
 

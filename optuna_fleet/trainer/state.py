@@ -1,0 +1,269 @@
+"""What is kept of a trial: captured as one where it stops, and restored as one where it goes on.
+
+That is what was prepared and what its ``state_dict`` leaves out, ``trial.state``, the sums of
+``trial.totals``, random generators, reports, and the place in the loops over epochs.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, captured
+from optuna_fleet.trainer.checkpoints.states import (
+    add_groups,
+    load_state,
+    names_in,
+    remainder_of,
+    restore_into,
+    restore_remainder,
+    state_of,
+)
+from optuna_fleet.trainer.data.reading import EpochPosition
+from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients.replicas import Net
+from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.pipeline_parallel.whole import WholeModel
+from optuna_fleet.trainer.randomness import rng_state
+from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.steps import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Those of a trial where they have met: before a step, or at an epoch's end (None).
+
+    Attributes:
+        own: Of each its random generators, and what it has added to ``trial.totals``.
+    """
+
+    step: int | None
+    own: list[dict[str, Any]]
+
+
+class TrialState:
+    """Of one rank.
+
+    Args:
+        session: Has what was reported and suggested.
+        objects: What was prepared so far; grows while the objective runs.
+        user: ``trial.state``.
+        position: Where the objective is in its epochs.
+        totals: Sums over the epoch.
+        steps: Tells whether gradients wait for one.
+        net: Watches that the ranks stay the same.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        objects: list[Any],
+        user: dict[str, Any],
+        position: EpochPosition,
+        totals: Totals,
+        steps: Steps,
+        net: Net,
+    ) -> None:
+        self.objects = objects
+        self.user = user
+        self._session = session
+        self._position = position
+        self._totals = totals
+        self._steps = steps
+        self._net = net
+        self._names: list[frozenset[str]] = []
+        self._saved: Checkpoint | None = None
+        self._is_restored = False
+
+    # -- where it stops ---------------------------------------------------------------------------
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the objective began anew, to go on with what was captured."""
+        return self._saved is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that could be kept is trained."""
+        return self._position.reads_unprepared and not self.objects
+
+    def meet(self, step: int | None) -> Ranks:
+        """Called on all ranks where they stop, before that step of the epoch's first pass.
+
+        Or at the epoch's end. Returns what they do not have in common.
+
+        Raises:
+            TrialError: They have come apart.
+        """
+        self._net.check()
+        totals = {} if step is None else self._totals.own
+        return Ranks(step, collectives.gather({"rng": rng_state(), "totals": totals}))
+
+    def capture(self, ranks: Ranks) -> Captured:
+        """Capture the trial where its ranks have met, while `gathered`; on rank 0.
+
+        Raises:
+            FleetConfigError: It can't be kept.
+            CheckpointError: Likewise.
+        """
+        self._check_names()
+        step = ranks.step
+        return captured(
+            self._content(
+                epoch=self._position.epoch + (step is None),
+                rng=[own["rng"] for own in ranks.own],
+                totals=[own["totals"] for own in ranks.own if step is not None],
+                step=step,
+            )
+        )
+
+    def weights(self) -> Captured:
+        """Capture what it has learned, not to go on with, while `gathered`; on rank 0."""
+        return captured(self._content(epoch=self._position.epoch + 1, rng=[]))
+
+    def _content(self, **where: Any) -> Checkpoint:
+        return Checkpoint(
+            loop=self._position.loop,
+            objects=[state_of(thing) for thing in self.objects],
+            state=self.user,
+            history=dict(self._session.reports.values),
+            modules=[i for i, o in enumerate(self.objects) if _holds_module(o)],
+            remainder=remainder_of(self.objects, with_gradients=self._steps.are_pending),
+            parameters=dict(self._session.parameters),
+            sums=self._net.sums(),
+            **where,
+        )
+
+    def begin_loop(self) -> None:
+        """Note what is in modules where the objective begins a loop over epochs."""
+        self._names = list(map(names_in, self.objects))
+
+    def _check_names(self) -> None:
+        """Check that modules where the loop begins could take what they have now.
+
+        Raises:
+            FleetConfigError: One was changed within the loop.
+        """
+        for thing, then in zip(self.objects, self._names, strict=False):
+            if changed := sorted(names_in(thing) ^ then):
+                raise FleetConfigError(
+                    f"Parameters or buffers of the {type(thing).__name__} were added or removed "
+                    f"since the loop over epochs began ({', '.join(changed[:3])}), which the "
+                    "model that the objective makes could not take. Change it between two loops: "
+                    "trial.epochs(5), then prune it, say, then trial.epochs(5)."
+                )
+
+    # -- where it goes on -------------------------------------------------------------------------
+    # Objects are restored when they are prepared, so that the objective sees them as they were,
+    # and all once more where the training goes on: what came after `prepare` began anew (weights,
+    # a scheduler's first rate).
+
+    def go_on_with(self, saved: Checkpoint, device: torch.device) -> None:
+        """The objective begins anew, to go on from there."""
+        self._saved = saved = checkpoint.placed(saved, device)
+        self.user.update(copy.deepcopy(saved.state))
+        self._session.reports.begin_with(saved.history)
+
+    def add(self, thing: Any) -> None:
+        """An object was prepared."""
+        self.objects.append(thing)
+        if self._saved is not None:
+            self._restore(thing, len(self.objects) - 1, self._saved)
+        elif isinstance(thing, torch.optim.Optimizer) and thing.state:
+            thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
+
+    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> None:
+        if position >= len(saved.objects):
+            if self._position.loop >= saved.loop:
+                return  # made after the loop that was checkpointed
+            raise TrialError(
+                "trial.prepare() was called with more objects than when trial "
+                f"{self._session.run.number} was checkpointed ({len(saved.objects)}): an "
+                "objective must prepare the same objects each time."
+            )
+        state = saved.objects[position]
+        num_groups = len(state.get("param_groups", ()))
+        groups = getattr(thing, "param_groups", None)
+        if groups is not None and len(groups) < num_groups:
+            return  # they were added later: see `_restore_all`
+        is_module = isinstance(thing, torch.nn.Module)
+        if is_module and names_in(thing) != state.keys():
+            return  # it was changed between here and the loop (pruned, say), and will be again
+        # Modules copy it; optimizers keep what they get.
+        load_state(thing, state if is_module else copy.deepcopy(state))
+
+    def first_epoch(self) -> int | None:
+        """A loop over epochs begins; return its first one, or None if it was done before."""
+        saved = self._saved
+        if saved is None or self._position.loop > saved.loop:
+            return 0
+        if self._position.loop < saved.loop:
+            return None
+        if saved.step is None:
+            self._restore_all(saved)
+        else:  # what the epoch begins with is done again before the pass that goes on
+            for position, thing in enumerate(self.objects[: len(saved.objects)]):
+                self._restore(thing, position, saved)
+            restore_into(self.user, copy.deepcopy(saved.state), self.objects)
+            checkpoint.restore_rng(saved.rng)
+        return saved.epoch
+
+    def first_step(self) -> tuple[int, bool]:
+        """The epoch's first pass begins, which can be left in its midst.
+
+        Returns:
+            The step to begin with, and whether that goes on on as many devices.
+        """
+        saved, run = self._saved, self._session.run
+        if saved is None or saved.step is None or self._is_restored:
+            return 0, False
+        if (self._position.loop, self._position.epoch) != (saved.loop, saved.epoch):
+            return 0, False
+        self._restore_all(saved)
+        self._totals.begin(saved.totals, run.rank, run.world_size)
+        return saved.step, saved.step > 0 and len(saved.rng) == run.world_size
+
+    def _restore_all(self, saved: Checkpoint) -> None:
+        self._is_restored = True
+        for position, thing in enumerate(self.objects[: len(saved.objects)]):
+            if isinstance(thing, torch.optim.Optimizer):
+                add_groups(thing, saved.remainder[position], self.objects)
+            load_state(thing, saved.objects[position])
+            restore_remainder(thing, saved.remainder[position])
+            saved.objects[position] = saved.remainder[position] = {}  # their memory is needed
+        restore_into(self.user, saved.state, self.objects)
+        checkpoint.restore_rng(saved.rng)
+        if names := self._net.unlike(saved.sums):
+            self._session.warn(_NOT_RESTORED.format(names=", ".join(names[:3])))
+
+    def check_reached(self) -> None:
+        """The objective has returned: has it been in the loop that was captured?
+
+        It may return before all loops, as it knows what it has left in `FleetTrial.state`.
+
+        Raises:
+            TrialError: It has not, so that what it returns is of another training.
+        """
+        if self._saved is not None and 0 < self._position.loop < self._saved.loop:
+            raise TrialError(
+                f"Trial {self._session.run.number} was checkpointed in loop {self._saved.loop} "
+                "over trial.epochs() or trial.steps(), but when it was run again its objective "
+                f"returned after {self._position.loop}: it must make the same loops each time, "
+                "and none within another."
+            )
+
+
+_NOT_RESTORED = (
+    "After the trial has moved, or was resumed, {names} is not what it was: its `state_dict`, or "
+    "`load_state_dict`, leaves something out."
+)
+
+
+def _holds_module(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module | WholeModel)

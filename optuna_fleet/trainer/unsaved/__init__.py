@@ -1,1 +1,0 @@
-"""Warns of state that no checkpoint has."""
