@@ -24,8 +24,8 @@ class FleetTrial(RemoteTrial):
     """An `optuna.Trial` with the methods of training on the fleet.
 
     These are `prepare`, `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`,
-    `is_resumed`, `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a plain Optuna
-    objective and runs unchanged, on one device.
+    `is_resumed`, `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a
+    plain Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
