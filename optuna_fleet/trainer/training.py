@@ -163,6 +163,11 @@ class Training:
         return (found.captured, found.content) if found else (None, None)
 
     @property
+    def is_resumed(self) -> bool:
+        """See `FleetTrial.is_resumed`."""
+        return self._kept.goes_on
+
+    @property
     def is_broken(self) -> bool:
         """See `Pipeline`."""
         return self.in_stages is not None and self.in_stages.is_broken
