@@ -79,14 +79,14 @@ def main() -> None:
         fleet.script = {0: [Leg((0,), until_asked=True), Leg((0, 1))]}
         study = optuna.create_study()
         study.optimize(trains, n_trials=1, executor=fleet)
-    phases = dict(
-        zip(("leaving", "beginning"), study.trials[0].user_attrs["phases"], strict=True)
-    )
+    phases = dict(zip(("leaving", "beginning"), study.trials[0].user_attrs["phases"], strict=True))
     for name, calls in phases.items():
         modules = {function.partition(":")[0] for function in calls}
-        print(f"{name}: {sum(calls.values())} calls, {len(calls)} functions, {len(modules)} modules")
-        for function, number in sorted(calls.items(), key=lambda item: -item[1])[: given.most]:
-            print(f"  {number:4} {function}")
+        print(
+            f"{name}: {sum(calls.values())} calls, {len(calls)} functions, {len(modules)} modules"
+        )
+        for function, times in sorted(calls.items(), key=lambda item: -item[1])[: given.most]:
+            print(f"  {times:4} {function}")
     print(f"calls in all: {sum(sum(calls.values()) for calls in phases.values())}")
 
 
