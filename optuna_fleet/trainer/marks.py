@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_NUMBERS = (bool, int, float, complex, NoneType)
+_SCALARS = frozenset((bool, int, float, complex, NoneType, str, bytes))
 _TENSORS = (torch.Tensor, torch.nn.Parameter, np.ndarray)
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 _CONTAINERS = (*_DICTS, list, tuple, deque, set, frozenset)
@@ -21,7 +21,7 @@ _CLOCKS = (
     *((clock, 1) for clock in (time.time, time.perf_counter, time.monotonic)),
     *((clock, 10**9) for clock in (time.time_ns, time.perf_counter_ns, time.monotonic_ns)),
 )
-_DEPTH = 3
+_DEPTH = 2
 _MOST_ELEMENTS = 256
 _MOST_ITEMS = 1000
 
@@ -31,12 +31,12 @@ class Marks:
 
     Args:
         known: What is told apart by nobody, by `id`.
-        age_s: Readings of clocks that are not older have no marks.
+        age_s: Variables that are readings of clocks, and not older, have no marks.
     """
 
     def __init__(self, known: Collection[int], age_s: float) -> None:
         self._known = known
-        self._age_s = age_s
+        self._readings = [(now - age_s * per_s, now) for now, per_s in _now()]
 
     def of(self, value: Any, depth: int = _DEPTH) -> str:
         """Return the mark of a value; "" if it has none.
@@ -45,7 +45,8 @@ class Marks:
         """
         kind = type(value)
         if is_scalar(kind):
-            return "" if self._is_reading(value) else _short(f"{value!r}")
+            is_reading = depth == _DEPTH and kind in (int, float) and self._is_reading(value)
+            return "" if is_reading else _short(f"{value!r}")
         if id(value) in self._known or issubclass(kind, torch.optim.Optimizer):  # see `Steps`
             return ""
         if kind in _TENSORS:
@@ -83,15 +84,18 @@ class Marks:
         ]
 
     def _is_reading(self, value: Any) -> bool:
-        return any(
-            type(now) is type(value) and now - self._age_s * per_s <= value <= now
-            for now, per_s in ((clock(), per_s) for clock, per_s in _CLOCKS)
-        )
+        readings = self._readings
+        return any(type(now) is type(value) and then <= value <= now for then, now in readings)
+
+
+def _now() -> list[tuple[float, int]]:
+    """What the clocks show, and how much of it a second is."""
+    return [(clock(), per_s) for clock, per_s in _CLOCKS]
 
 
 def is_scalar(kind: type) -> bool:
     """Whether it is a number, None or a string: what is the same need not be one object."""
-    return kind in (*_NUMBERS, str, bytes) or issubclass(kind, np.generic)
+    return kind in _SCALARS or issubclass(kind, np.generic)
 
 
 def has(kind: type, name: str) -> bool:
