@@ -46,7 +46,7 @@ class Ranks:
     own: list[dict[str, Any]]
 
 
-class TrialState:
+class TrainingState:
     """Of one rank.
 
     Args:

@@ -34,7 +34,7 @@ from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
@@ -96,7 +96,7 @@ class Training:
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)
         self.optimizer_steps = Steps(self.objects, session.warn, self._reducer, self.weights)
-        self._kept = TrialState(
+        self._kept = TrainingState(
             session,
             objects=self.objects,
             user=self.state,
@@ -310,7 +310,7 @@ class Training:
             self._net.check()
 
     def check_resumed(self) -> None:
-        """See `TrialState.check_reached`; the objective has returned."""
+        """See `TrainingState.check_reached`; the objective has returned."""
         self._kept.check_reached()
 
     def keep_best(self) -> None:

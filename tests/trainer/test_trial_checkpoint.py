@@ -26,7 +26,7 @@ from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)
@@ -380,7 +380,7 @@ def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() ->
     position = EpochPosition(loop=1)
     session: Any = SimpleNamespace(run=SimpleNamespace(number=5), reports=Reports(False))
     none: Any = None
-    state = TrialState(
+    state = TrainingState(
         session, objects=[], user={}, position=position, totals=none, steps=none, net=none
     )
     state.go_on_with(make(loop=2), torch.device("cpu"))

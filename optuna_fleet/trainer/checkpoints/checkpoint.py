@@ -103,8 +103,8 @@ def captured(checkpoint: Checkpoint) -> Captured:
     """
     content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
     content["on_device"] = _on_device(checkpoint.state)
-    content["state"] = pytree.tree_map_only(torch.Tensor, _compact, checkpoint.state)
     try:
+        content["state"] = pytree.tree_map_only(torch.Tensor, _compact, checkpoint.state)
         data = _packed(content)
     except Exception:  # something has to be converted, or can't be kept: say what
         data = _packed(content | _portable_parts(checkpoint))
