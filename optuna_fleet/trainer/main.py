@@ -25,7 +25,7 @@ from optuna_fleet.exceptions import (
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.device_state import ailment_of, clean_up, gpu_works
+from optuna_fleet.trainer.device_state import ailment_of, clean_up, forget_compiled, gpu_works
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.objective import LoadedObjective
@@ -80,6 +80,7 @@ class Trainer:
         )
         self._session: Session | None = None
         self._held: tuple[int, Held] | None = None  # what a run has left, until the next begins
+        self._trial = (-1, -1)  # of the last run: its objective and number
         self._is_spent = False
 
     def serve(self) -> None:
@@ -102,6 +103,8 @@ class Trainer:
 
     def _run(self, run: RunTrial) -> Ended:
         """Run the objective; return how that ended."""
+        last, self._trial = self._trial, (run.objective_id, run.number)
+        forget_compiled(is_same=self._trial == last)
         session = Session(self._inbox, run, self._dial, self._device.index)
         self._session = session
         try:
@@ -121,7 +124,7 @@ class Trainer:
                 training = self._training(session, held)
             return training
 
-        value, error = b"", None
+        value, error, left = b"", None, b""
         has_device_failed = False
         alone = False  # at its end, while the other ranks go on
         way_out = ""
@@ -136,8 +139,9 @@ class Trainer:
             session.leave(way_out)
             value = _finished(returned, training)
             ending = Ending.RETURNED
-        except Yielded:  # perhaps when it had returned
+        except Yielded as yielded:  # perhaps when it had returned
             ending, way_out = Ending.YIELDED, ""
+            left = pack(found) if training and (found := training.left(yielded)) else b""
         except DriverGoneError:
             raise
         except RetryableError as trouble:
@@ -160,6 +164,7 @@ class Trainer:
             ending,
             value=value,
             error=error,
+            left=left,
             has_device_failed=has_device_failed,
         )
         return ended if training is None or _kept else self._end(training, ended, alone=alone)

@@ -84,6 +84,11 @@ class TrialState:
     # -- where it stops ---------------------------------------------------------------------------
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the objective began anew, to go on with what was captured."""
+        return self._saved is not None
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing that could be kept is trained."""
         return self._position.reads_unprepared and not self.objects

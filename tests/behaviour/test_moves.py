@@ -131,6 +131,27 @@ def test_what_died_goes_on_from_the_last_checkpoint(lab: Any, widths: Any, kills
     lab.same(trains_and_may_die, widths, kills=kills)
 
 
+# -- what is begun once ---------------------------------------------------------------------------
+
+
+def opens_its_log_once(trial: Any) -> None:
+    """The log is somewhere else: it knows how often it was opened, and goes on if it was."""
+    if not trial.is_resumed:
+        trial.set_user_attr("opened", trial.user_attrs.get("opened", 0) + 1)
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(3):
+        for images, labels in trial.batches("train", batch_size=10, movable=True):
+            train_on(trial, model, optimizer, images, labels)
+            moment(trial)
+
+
+@pytest.mark.parametrize(
+    "disturbed", [{}, {"widths": [1, 3, 3], "within": {2, 8}}, {"widths": [1, 1], "kills": {7: 0}}]
+)
+def test_a_trial_that_goes_on_knows_it(lab: Any, disturbed: Any) -> None:
+    assert lab.same(opens_its_log_once, **disturbed).trial.user_attrs["opened"] == 1
+
+
 # -- objects of torch -----------------------------------------------------------------------------
 
 
