@@ -120,6 +120,7 @@ class TrainingState:
                 rng=[own["rng"] for own in ranks.own],
                 totals=[own["totals"] for own in ranks.own if step is not None],
                 step=step,
+                sums=self._net.sums(),
             )
         )
 
@@ -136,7 +137,6 @@ class TrainingState:
             modules=[i for i, o in enumerate(self.objects) if _holds_module(o)],
             remainder=remainder_of(self.objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
-            sums=self._net.sums(),
             **where,
         )
 

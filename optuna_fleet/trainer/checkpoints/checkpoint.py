@@ -324,7 +324,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         return tensor
     size = tensor.numel() * tensor.element_size()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > size else tensor
+    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > size else tensor
 
 
 def _refusal(value: Any, where: str) -> str:
