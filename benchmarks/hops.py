@@ -1,12 +1,14 @@
 """What one widening within an epoch takes: calls of this package's functions, on rank 0.
 
 python benchmarks/hops.py
-python benchmarks/hops.py --most 20      # the functions that are called most
+python benchmarks/hops.py --most 20      # and which are called most
 
 A trial of a small perceptron goes from one device to two, and its first rank stays. Calls are
 counted in its trainer, by the thread that trains, from where it has come to the stop line to where
-the objective gets the next batch. *Leaving*: until the objective is left. *Between*: until it
-begins anew. *Beginning*: until its loop gets a batch, with all that it asks for itself before.
+the objective gets the next batch. *leaving*: until the objective is left; *between*: until it
+begins anew; *restoring*: then, to put back what was captured; *objective*: what it asks for
+itself until it has a batch, as in any beginning. Comprehensions and generator expressions are not
+counted: newer Pythons have no calls for most of them.
 """
 
 from __future__ import annotations
@@ -28,34 +30,62 @@ from tests.fleets import Leg, Noise, ask_to_move, fleet_of
 
 PACKAGE = str(Path(optuna_fleet.__file__).parent) + "/"
 STEPS_BEFORE = 5
+PHASES = ("leaving", "between", "restoring", "objective")
+STARTS = {
+    "trainer/moves/leaving.py: Leaving.leave": "leaving",
+    "trainer/session.py: Session.leave": "between",
+}
+RESTORING = (
+    "TrialState.go_on_with",
+    "TrialState._restore",
+    "TrialState.first_epoch",
+    "TrialState.first_step",
+)
 
 
-def watch(phases: list[Counter[str]]) -> None:
-    """Count this thread's calls into the last of the phases, once there is one."""
+class Watch:
+    """Counts this thread's calls from the stop line on, by phase of the move."""
 
-    def called(frame: Any, event: str, _: Any) -> None:
+    def __init__(self) -> None:
+        self.phases = {name: Counter[str]() for name in PHASES}
+        self._at = ""
+
+    def begin_objective(self) -> None:
+        """It begins anew."""
+        self._at = "objective"
+
+    def called(self, frame: Any, event: str, _: Any) -> None:
+        """As `sys.setprofile` has it."""
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(PACKAGE):
+        if event != "call" or not code.co_filename.startswith(PACKAGE) or code.co_name[0] == "<":
             return
-        if code.co_name == "leave" and code.co_filename.endswith("leaving.py"):
-            phases.append(Counter())
-        if phases:
-            phases[-1][f"{code.co_filename.removeprefix(PACKAGE)}: {code.co_qualname}"] += 1
+        name = f"{code.co_filename.removeprefix(PACKAGE)}: {code.co_qualname}"
+        if name in STARTS:
+            self._at = STARTS[name]
+        if self._at:
+            is_restoring = self._at == "objective" and restores(frame)
+            self.phases["restoring" if is_restoring else self._at][name] += 1
 
-    sys.setprofile(called)
+
+def restores(frame: Any) -> bool:
+    """Whether the objective would not have come here in a trial that begins."""
+    while frame.f_code is not trains.__code__:
+        if frame.f_code.co_qualname in RESTORING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def trains(trial: Any) -> float:
-    phases: list[Counter[str]] = sys.__dict__.setdefault("phases", [])  # of this process
-    if phases:
-        phases.append(Counter())
+    watch: Watch = sys.__dict__.setdefault("watch", Watch())  # of this process
+    if trial.world_size == 2:
+        watch.begin_objective()
     model = torch.nn.Sequential(torch.nn.Linear(36, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.double().parameters(), lr=0.01, momentum=0.9)
     model, optimizer = trial.prepare(model, optimizer)
     for _ in trial.epochs(1):
-        for step, (images, labels) in enumerate(
-            trial.batches("train", batch_size=16, movable=True)
-        ):
+        batches = trial.batches("train", batch_size=16, movable=True)
+        for step, (images, labels) in enumerate(batches):
             if trial.world_size == 2:
                 sys.setprofile(None)
             loss = torch.nn.functional.cross_entropy(model(images.flatten(1)), labels)
@@ -65,8 +95,8 @@ def trains(trial: Any) -> float:
             trial.totals["loss"] += loss.detach() * trial.shard_size
             if trial.world_size == 1 and step == STEPS_BEFORE:
                 ask_to_move(trial)
-                watch(phases)
-    trial.set_user_attr("phases", phases)
+                sys.setprofile(watch.called)
+    trial.set_user_attr("phases", watch.phases)
     return 0.0
 
 
@@ -79,15 +109,16 @@ def main() -> None:
         fleet.script = {0: [Leg((0,), until_asked=True), Leg((0, 1))]}
         study = optuna.create_study()
         study.optimize(trains, n_trials=1, executor=fleet)
-    phases = dict(zip(("leaving", "beginning"), study.trials[0].user_attrs["phases"], strict=True))
+    phases = study.trials[0].user_attrs["phases"]
     for name, calls in phases.items():
         modules = {function.partition(":")[0] for function in calls}
         print(
             f"{name}: {sum(calls.values())} calls, {len(calls)} functions, {len(modules)} modules"
         )
-        for function, times in sorted(calls.items(), key=lambda item: -item[1])[: given.most]:
-            print(f"  {times:4} {function}")
-    print(f"calls in all: {sum(sum(calls.values()) for calls in phases.values())}")
+        for function, number in sorted(calls.items(), key=lambda item: -item[1])[: given.most]:
+            print(f"  {number:4} {function}")
+    numbers = [sum(calls.values()) for calls in phases.values()]
+    print(f"calls in all: {sum(numbers)}; without the objective's own: {sum(numbers[:-1])}")
 
 
 if __name__ == "__main__":
