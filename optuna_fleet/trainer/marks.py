@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from types import NoneType
 from typing import Any
@@ -22,8 +22,7 @@ _CLOCKS = (
     *((clock, 10**9) for clock in (time.time_ns, time.perf_counter_ns, time.monotonic_ns)),
 )
 _DEPTH = 3
-_MOST_ELEMENTS = 256
-_MOST_ITEMS = 1000
+_MOST_ELEMENTS = 64
 
 
 class Marks:
@@ -36,7 +35,8 @@ class Marks:
 
     def __init__(self, known: Collection[int], age_s: float) -> None:
         self._known = known
-        self._age_s = age_s
+        readings = [(clock(), per_s) for clock, per_s in _CLOCKS]
+        self._readings = [(type(now), now - age_s * per_s, now) for now, per_s in readings]
 
     def of(self, value: Any, depth: int = _DEPTH) -> str:
         """Return the mark of a value; "" if it has none.
@@ -58,16 +58,14 @@ class Marks:
             return f"{'module' if is_module else 'object'} {self.of(value.state_dict(), depth)}"
         return ""
 
-    def inside(self, container: Any, depth: int = 2) -> Iterator[Any]:
-        """Yield marks of what is in a dict or list: with its name, and alone if no scalar."""
-        is_dict = type(container) in _DICTS
-        items = container.items() if is_dict else ((None, item) for item in container)
-        for name, value in islice(items, _MOST_ITEMS):
+    def inside(self, values: Mapping[Any, Any], depth: int = 2) -> Iterator[Any]:
+        """Yield marks of what is in dicts: with its name, and alone if it is no scalar."""
+        for name, value in values.items():
             mark = self.of(value)
             yield name, mark
             if not is_scalar(type(value)):
                 yield mark
-            if depth and type(value) in _CONTAINERS:
+            if depth and type(value) in _DICTS:
                 yield from self.inside(value, depth - 1)
 
     def _items(self, container: Any, depth: int) -> list[Any]:
@@ -76,16 +74,13 @@ class Marks:
             return sorted(self.of(item, 0) for item in container) if len(container) < most else []
         pairs = container.items() if type(container) in _DICTS else enumerate(container)
         every = len(container) // (most or 1) + 1
-        return [
-            (self.of(key, 0), self.of(item, depth - 1))
-            for number, (key, item) in enumerate(pairs if most else ())
-            if number % every == 0
-        ]
+        some = islice(pairs, 0, None, every) if most else ()
+        return [(self.of(key, 0), self.of(item, depth - 1)) for key, item in some]
 
     def _is_reading(self, value: Any) -> bool:
+        kind = type(value)
         return any(
-            type(now) is type(value) and now - self._age_s * per_s <= value <= now
-            for now, per_s in ((clock(), per_s) for clock, per_s in _CLOCKS)
+            kind is a_clocks and low <= value <= now for a_clocks, low, now in self._readings
         )
 
 
