@@ -150,12 +150,11 @@ class BeganAnew:
             code = frame.f_code
             found = seen[Path(code.co_filename).name, code.co_name, code.co_firstlineno] = {}
             for name, value in _with_attributes(variables_of(frame)):
-                with contextlib.suppress(Exception):
-                    kind = type(value)
-                    if id(value) not in met and (mark := marks.of(value)):
-                        found[name] = kind.__name__, mark
-                    if not is_scalar(kind):
-                        met.add(id(value))
+                kind = type(value)
+                if id(value) not in met and (mark := marks.of(value)):
+                    found[name] = kind.__name__, mark
+                if not is_scalar(kind):
+                    met.add(id(value))
         return seen
 
     def _marks(self) -> Marks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -39,10 +40,15 @@ class Marks:
         self._readings = [(type(now), now - age_s * per_s, now) for now, per_s in readings]
 
     def of(self, value: Any, depth: int = _DEPTH) -> str:
-        """Return the mark of a value; "" if it has none.
+        """Return the mark of a value; "" if it has none, or can't be looked at.
 
         That of a container or tensor is made of some of its items, from all over it.
         """
+        with contextlib.suppress(Exception):
+            return self._of(value, depth)
+        return ""
+
+    def _of(self, value: Any, depth: int) -> str:
         kind = type(value)
         if is_scalar(kind):
             return "" if self._is_reading(value) else _short(f"{value!r}")
