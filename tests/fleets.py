@@ -72,7 +72,7 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
     """As a trainer does that sees the folder."""
     with written(path), replacing(path) as file:
-        checkpoint.write(file, checkpoint.snapshot(content), owner)
+        checkpoint.write(file, checkpoint.captured(content), owner)
 
 
 @dataclass(slots=True)

@@ -318,7 +318,7 @@ class Dying:
 
         def epochs(number: int) -> Iterator[int]:
             for epoch in own_epochs(number):
-                trial._training.parts.saver.finish()  # or the next one would be passed over
+                trial._training.saver.finish()  # or the next one would be passed over
                 if epoch == 3 and not self.flag.exists():
                     self._die(trial)
                 yield epoch

@@ -48,15 +48,39 @@ def clean_up(*, collect: bool) -> bool:
     has_gpu = torch is not None and torch.cuda.is_initialized()
     if collect or has_gpu:
         gc.collect()
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo and _has_compiled(dynamo):
-        dynamo.reset()  # else what other trials have compiled decides how the next one is
     if has_gpu:
         torch.cuda.empty_cache()
     return True
+
+
+def forget_compiled(*, is_same: bool) -> None:
+    """Drop what earlier runs have compiled here: else it decides how other trials' code is.
+
+    A trial that has moved, `is_same`, finds what it has compiled, if that can be used again.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo and _has_compiled(dynamo) and not (is_same and _is_of_use(dynamo)):
+        dynamo.reset()
+        torch: Any = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def _has_compiled(dynamo: Any) -> bool:
     """Whether it has, or torch does not say: with a GPU a reset takes seconds."""
     codes = getattr(dynamo.convert_frame, "input_codes", None)
     return bool(getattr(codes, "seen", True))
+
+
+def _is_of_use(dynamo: Any) -> bool:
+    """Whether none of it is for classes or functions that are gone, or torch does not say.
+
+    Such code counts all the same where torch limits how often it compiles a function.
+    """
+    try:
+        entries_of = dynamo.eval_frame._debug_get_cache_entry_list
+        codes = [known() for known in dynamo.convert_frame.input_codes.seen]
+        guards = [entry.guard_manager for code in codes if code for entry in entries_of(code)]
+    except AttributeError:
+        return False
+    return not any(type(guard).__name__ == "DeletedGuardManagerWrapper" for guard in guards)

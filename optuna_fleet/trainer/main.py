@@ -25,7 +25,7 @@ from optuna_fleet.exceptions import (
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.device_state import ailment_of, clean_up, gpu_works
+from optuna_fleet.trainer.device_state import ailment_of, clean_up, forget_compiled, gpu_works
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.objective import LoadedObjective
@@ -80,6 +80,7 @@ class Trainer:
         )
         self._session: Session | None = None
         self._held: tuple[int, Held] | None = None  # what a run has left, until the next begins
+        self._trial = (-1, -1)  # of the last run: its objective and number
         self._is_spent = False
 
     def serve(self) -> None:
@@ -92,6 +93,8 @@ class Trainer:
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not clean_up(collect=collect)
+                    if is_last and self._held:  # the driver counts no more on this process
+                        self._held[1].saver.finish()
                     self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
@@ -100,6 +103,8 @@ class Trainer:
 
     def _run(self, run: RunTrial) -> Ended:
         """Run the objective; return how that ended."""
+        last, self._trial = self._trial, (run.objective_id, run.number)
+        forget_compiled(is_same=self._trial == last)
         session = Session(self._inbox, run, self._dial, self._device.index)
         self._session = session
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_NUMBERS = (bool, int, float, complex, NoneType)
+_SCALARS = frozenset((bool, int, float, complex, NoneType, str, bytes))
 _TENSORS = (torch.Tensor, torch.nn.Parameter, np.ndarray)
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 _CONTAINERS = (*_DICTS, list, tuple, deque, set, frozenset)
@@ -22,8 +22,9 @@ _CLOCKS = (
     *((clock, 1) for clock in (time.time, time.perf_counter, time.monotonic)),
     *((clock, 10**9) for clock in (time.time_ns, time.perf_counter_ns, time.monotonic_ns)),
 )
-_DEPTH = 3
+_DEPTH = 2
 _MOST_ELEMENTS = 64
+_MOST_ITEMS = 1000
 
 
 class Marks:
@@ -31,7 +32,7 @@ class Marks:
 
     Args:
         known: What is told apart by nobody, by `id`.
-        age_s: Readings of clocks that are not older have no marks.
+        age_s: Variables that are readings of clocks, and not older, have no marks.
     """
 
     def __init__(self, known: Collection[int], age_s: float) -> None:
@@ -51,7 +52,8 @@ class Marks:
     def _of(self, value: Any, depth: int) -> str:
         kind = type(value)
         if is_scalar(kind):
-            return "" if self._is_reading(value) else _short(f"{value!r}")
+            is_reading = depth == _DEPTH and kind in (int, float) and self._is_reading(value)
+            return "" if is_reading else _short(f"{value!r}")
         if id(value) in self._known or issubclass(kind, torch.optim.Optimizer):  # see `Steps`
             return ""
         if kind in _TENSORS:
@@ -66,7 +68,7 @@ class Marks:
 
     def inside(self, values: Mapping[Any, Any], depth: int = 2) -> Iterator[Any]:
         """Yield marks of what is in dicts: with its name, and alone if it is no scalar."""
-        for name, value in values.items():
+        for name, value in islice(values.items(), _MOST_ITEMS):
             mark = self.of(value)
             yield name, mark
             if not is_scalar(type(value)):
@@ -92,7 +94,7 @@ class Marks:
 
 def is_scalar(kind: type) -> bool:
     """Whether it is a number, None or a string: what is the same need not be one object."""
-    return kind in (*_NUMBERS, str, bytes) or issubclass(kind, np.generic)
+    return kind in _SCALARS or issubclass(kind, np.generic)
 
 
 def has(kind: type, name: str) -> bool:

@@ -34,7 +34,7 @@ from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
@@ -66,6 +66,7 @@ class Training:
         totals: See `FleetTrial.totals`.
         weights: What batches weigh.
         optimizer_steps: What is done with them.
+        saver: Writes checkpoints.
         leaving: Saves the trial, and leaves its devices.
         batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
@@ -95,7 +96,7 @@ class Training:
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)
         self.optimizer_steps = Steps(self.objects, session.warn, self._reducer, self.weights)
-        self._kept = TrialState(
+        self._kept = TrainingState(
             session,
             objects=self.objects,
             user=self.state,
@@ -104,8 +105,8 @@ class Training:
             steps=self.optimizer_steps,
             net=self._net,
         )
-        self._saver = Saver(session, held.saver if held else None)
-        self.leaving = Leaving(session, self._kept, self._saver)
+        self.saver = Saver(session, held.saver if held else None)
+        self.leaving = Leaving(session, self._kept, self.saver)
         self._parts = parts = Parts(
             session=session,
             device=self.device,
@@ -156,10 +157,15 @@ class Training:
             self._kept.go_on_with(content or unpacked(data), self.device)
 
     def _newest(self) -> tuple[Captured | None, Checkpoint | None]:
-        found, problems = self._saver.newest()
+        found, problems = self.saver.newest()
         for problem in problems:
             self._session.warn(problem)
         return (found.captured, found.content) if found else (None, None)
+
+    @property
+    def is_resumed(self) -> bool:
+        """See `FleetTrial.is_resumed`."""
+        return self._kept.goes_on
 
     @property
     def is_broken(self) -> bool:
@@ -181,7 +187,7 @@ class Training:
             self.in_stages.close(alone=alone)
         self._stop_watching()
         if self.leaving.held is None:  # or the file would appear when nobody expects it any more
-            self._saver.finish()
+            self.saver.finish()
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
         self.is_stuck = alone and not can_leave_alone(self.device.type)
         if not self.is_stuck:
@@ -265,16 +271,14 @@ class Training:
         return self._epochs(len(periods), periods)
 
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
-        self._position.loop += 1
-        loop = self._position.loop
-        first = self._kept.first_epoch()
+        loop = self._position.begin_loop()
+        first = self._kept.begin_loop()
         if first is None:
             return
-        self._kept.begin_loop()
-        self._position.is_inside, self._position.num_epochs = True, num_epochs
-        with self._position.counting(periods):
+        with self._position.counting(num_epochs, periods):
             for epoch in range(first, num_epochs):
-                self._position.epoch = self._session.epoch = epoch
+                self._position.begin_epoch(epoch)
+                self._session.begin_epoch(epoch)
                 self._within.begin_epoch()
                 self._reducer.begin_epoch()
                 if epoch == first:
@@ -285,11 +289,9 @@ class Training:
                 if self.in_stages is not None:
                     self.in_stages.flush()
                 self._loader.end_epoch()
-                if epoch + 1 == num_epochs:
+                if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
-                if not self._goes_on_after(epoch):
-                    break
-        self._position.is_inside = False
+        self._position.end_loop()
 
     def _goes_on_after(self, epoch: int) -> bool:
         # First what needs no other rank: one that left this epoch early is told of at once.
@@ -308,7 +310,7 @@ class Training:
             self._net.check()
 
     def check_resumed(self) -> None:
-        """See `TrialState.check_reached`; the objective has returned."""
+        """See `TrainingState.check_reached`; the objective has returned."""
         self._kept.check_reached()
 
     def keep_best(self) -> None:

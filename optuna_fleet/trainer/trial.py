@@ -24,8 +24,8 @@ class FleetTrial(RemoteTrial):
     """An `optuna.Trial` with the methods of training on the fleet.
 
     These are `prepare`, `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`,
-    `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a plain Optuna
-    objective and runs unchanged, on one device.
+    `is_resumed`, `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a
+    plain Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -48,6 +48,16 @@ class FleetTrial(RemoteTrial):
     def world_size(self) -> int:
         """Number of devices the trial trains on at present."""
         return self._session.run.world_size
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the objective has run before in this trial, which goes on from where it was.
+
+        Trackers then resume what they began: ``wandb.init(id=name, resume="must" if
+        trial.is_resumed else "never")``. False where a trial begins, and where one that died
+        before its first checkpoint begins again.
+        """
+        return self._session.run.resumes and self._training.is_resumed
 
     @property
     def shard_size(self) -> int:

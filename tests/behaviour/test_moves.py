@@ -131,6 +131,27 @@ def test_what_died_goes_on_from_the_last_checkpoint(lab: Any, widths: Any, kills
     lab.same(trains_and_may_die, widths, kills=kills)
 
 
+# -- what is begun once ---------------------------------------------------------------------------
+
+
+def opens_its_log_once(trial: Any) -> None:
+    """The log is somewhere else: it knows how often it was opened, and goes on if it was."""
+    if not trial.is_resumed:
+        trial.set_user_attr("opened", trial.user_attrs.get("opened", 0) + 1)
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(3):
+        for images, labels in trial.batches("train", batch_size=10, movable=True):
+            train_on(trial, model, optimizer, images, labels)
+            moment(trial)
+
+
+@pytest.mark.parametrize(
+    "disturbed", [{}, {"widths": [1, 3, 3], "within": {2, 8}}, {"widths": [1, 1], "kills": {7: 0}}]
+)
+def test_a_trial_that_goes_on_knows_it(lab: Any, disturbed: Any) -> None:
+    assert lab.same(opens_its_log_once, **disturbed).trial.user_attrs["opened"] == 1
+
+
 # -- objects of torch -----------------------------------------------------------------------------
 
 
@@ -174,3 +195,29 @@ def notes_draws(trial: Any) -> None:
 def test_random_numbers_go_on_where_they_were(lab: Any) -> None:
     lab.same(notes_draws, [1, 1, 1], **EXACTLY)
     lab.same(notes_draws, [3, 1, 2])
+
+
+class Forgetful:
+    """Counts, but its state is only half of what it is."""
+
+    def __init__(self) -> None:
+        self.both = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"both": self.both.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.both[0] = state["both"][0]
+
+
+def test_what_is_not_restored_as_it_was_is_told_of(lab: Any) -> None:
+    def objective(trial: Any) -> float:
+        model, optimizer = prepared(trial)
+        counts = trial.prepare(Forgetful())
+        for _ in trial.epochs(2):
+            train_epoch(trial, model, optimizer, [], batch_size=10)
+            counts.both += 1
+        return 0.0
+
+    flown = lab.fly(objective, [1, 1])
+    assert flown.told.count("Forgetful (2)['both'] is not what it was") == 1

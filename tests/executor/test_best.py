@@ -49,7 +49,7 @@ def fly(fleet: Any, objective: Any, legs: Sequence[Leg] | None, direction: str) 
 
 def lives_once(trial: Any, flag: Path, *, until: bool) -> None:
     """Have each epoch checkpointed, and die once: in that of which `until` is true."""
-    trial._training.parts.saver.finish()  # or the next checkpoint would be passed over
+    trial._training.saver.finish()  # or the next checkpoint would be passed over
     if until and not flag.exists():
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -215,7 +215,7 @@ def test_a_value_from_before_any_weights_leaves_the_last(keeping: Any, legs: Any
 
 def copies_nothing(trial: Any) -> Any:
     trial.prepare(small_model())
-    trial._training.parts.saver.keep_best = None
+    trial._training.saver.keep_best = None
     for epoch in trial.epochs(2):
         trial.report(VALUES[epoch + 1], epoch)
     return trial.best_value

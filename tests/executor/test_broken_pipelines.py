@@ -77,7 +77,7 @@ def trains(
     for epoch in trial.epochs(3):
         for step, (images, labels) in enumerate(trial.batches("train", batch_size=10)):
             if (epoch, step) == (1, 2):
-                trial._training.parts.saver.finish()
+                trial._training.saver.finish()
                 trial.should_prune()  # answered after all that was said before
             if (loss := pipeline.step(images, labels)) is not None:
                 losses.append(loss.item())

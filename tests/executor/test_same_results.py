@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import optuna
+import pytest
 import torch
 
 from tests.fleets import Leg, train
@@ -49,3 +51,50 @@ def test_trials_compile_as_if_they_were_the_first_of_their_process(fleet: Any) -
     study = optuna.create_study()
     study.optimize(compiles, n_trials=3, executor=fleet)
     assert [trial.user_attrs["for_any"] for trial in study.trials] == [[False]] * 3
+
+
+_compiled: list[Any] = []  # in this process
+
+
+def counted(graph: Any, inputs: list[Any]) -> Any:
+    _compiled.append(graph)
+    return graph.forward
+
+
+class Halved(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+def compiles_what_it_trains(trial: Any, *, kind: type[Halved] | None) -> float:
+    """How much each beginning has compiled goes into an attribute."""
+
+    class Own(Halved):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / 2
+
+    model = (kind or Own)(36, 3).double()
+    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled, before = torch.compile(model, backend=counted), len(_compiled)
+    for _ in trial.epochs(12):
+        for images, _ in trial.batches("train", batch_size=41):
+            compiled(images.flatten(1)).square().mean().backward()
+            optimizer.step()
+        numbers = trial.user_attrs.get("compiled", [])
+        trial.set_user_attr("compiled", [*numbers, len(_compiled) - before])
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Halved, [1] + [0] * 11), pytest.param(None, [1] * 12, id="a class of each beginning")],
+)
+def test_a_trial_that_moves_compiles_what_it_has_not_compiled_there(
+    fleet: Any, kind: Any, expected: list[int]
+) -> None:
+    """Nor does it come to torch's limit, beyond which nothing is compiled."""
+    fleet.script = {0: [Leg((0,), until_epoch=i + 1) for i in range(11)] + [Leg((0,))]}
+    study = optuna.create_study()
+    objective = functools.partial(compiles_what_it_trains, kind=kind)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert study.trials[0].user_attrs["compiled"] == expected

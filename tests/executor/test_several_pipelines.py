@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.wsp.turns import Pass
 from tests.fleets import Leg, run
 
@@ -72,7 +72,7 @@ def records(trial: Any, *, folder: Path, distance: int, slow_s: float) -> float:
             if done.address.stage == 0 and done.turn.what is Pass.FORWARD
         ]
         tags = [(done.address.worker, done.turn.number, *done.tag) for done in passes]
-        told = checkpoint.gather({"starts": starts, "tags": tags, "losses": losses})
+        told = collectives.gather({"starts": starts, "tags": tags, "losses": losses})
         passes.clear()
         assert all(rank["losses"] == losses for rank in told)
         rounds.append({"told": told, "batches": batches, "losses": losses})

@@ -41,7 +41,7 @@ def write_late(run: Any) -> None:
     content = checkpoint.Checkpoint(
         loop=1, epoch=3, objects=[nothing], state={}, rng=[], history={0: 0.0}, modules=[0]
     )
-    copy = checkpoint.snapshot(content)
+    copy = checkpoint.captured(content)
     saver._save(copy, copy.position, "")
     saver._save(copy, copy.position, "best")
     saver._save(copy, (), "final")
@@ -58,7 +58,7 @@ class Stale:
 
         def epochs(number: int) -> Iterator[int]:
             for epoch in own_epochs(number):
-                trial._training.parts.saver.finish()  # or the next one would be passed over
+                trial._training.saver.finish()  # or the next one would be passed over
                 if epoch == 2 and not self.first.exists():
                     self.first.write_bytes(pickle.dumps(trial._session.run))
                     os.kill(os.getpid(), signal.SIGKILL)

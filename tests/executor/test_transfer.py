@@ -308,7 +308,7 @@ def dies_once(trial: Any, flag: Path) -> float:
     def epochs(number: int) -> Iterator[int]:
         for epoch in own_epochs(number):
             if epoch == 3 and trial.number == 1 and not flag.exists():
-                trial._training.parts.saver.finish()  # or it would not be known what is lost
+                trial._training.saver.finish()  # or it would not be known what is lost
                 flag.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield epoch

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optuna_fleet import FleetConfigError, LocalCluster
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives
 from tests.executor.test_device_faults import own_device
 from tests.executor.test_pipelines import BATCH, momentum, result, trains
 from tests.fleets import fleet_of, train
@@ -41,7 +41,7 @@ def fleet() -> Iterator[Any]:
 def in_stages(trial: Any, **more: Any) -> float:
     """Notes the types of the devices that it ends on."""
     value = trains(trial, options={**OPTIONS, **more}, build=layers)
-    trial.set_user_attr("types", checkpoint.gather(own_device().kind))
+    trial.set_user_attr("types", collectives.gather(own_device().kind))
     return value
 
 
@@ -115,7 +115,7 @@ def loses_a_node(trial: Any, *, folder: Path) -> float:
             os.kill(os.getppid(), signal.SIGKILL)
 
     value = trains(trial, options={**OPTIONS, "min_devices": 3}, build=layers, at_epoch=lose)
-    trial.set_user_attr("types", checkpoint.gather(own_device().kind))
+    trial.set_user_attr("types", collectives.gather(own_device().kind))
     return value
 
 

@@ -148,7 +148,7 @@ def rng(spec: GroupSpec) -> list[Any]:
     with group(spec):
         torch.manual_seed(spec.rank)
         np.random.seed(spec.rank)
-        states = checkpoint.gather(rng_state())
+        states = collectives.gather(rng_state())
         before = (torch.rand(1).item(), np.random.rand())
         torch.rand(3)
         checkpoint.restore_rng(states)

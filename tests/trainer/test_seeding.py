@@ -20,6 +20,7 @@ from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.widths import Widths
 from optuna_fleet.wire.messages import Progress
 from tests.fleets import small_pipeline
 
@@ -53,12 +54,11 @@ def loader_of(
     session: Any = SimpleNamespace(
         run=run,
         send=lambda _: None,
-        num_batches=0,
+        begin_batch=lambda: None,
         began=0.0,
         check=lambda: None,
         check_unwinding=lambda: None,
         remark=lambda *_: None,
-        joins=False,
         stop_line=StopLine(),
         progress=Progress(),
     )
@@ -69,23 +69,14 @@ def loader_of(
     parts = Parts(
         session=session,
         device=device,
-        objects=[],
-        state={},
         position=position,
-        steps=none,
+        widths=Widths(session),
         weights=weights,
         reducer=SimpleNamespace(num_passes=0),  # type: ignore[arg-type]
         net=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
         totals=Totals(weights, device, lambda own: [own]),
-        saver=none,
     )
-    within = WithinEpoch(
-        parts,
-        at_step=lambda: None,
-        save=lambda step: None,
-        leave=lambda step, order: False,
-        resume=lambda: (0, False),
-    )
+    within = WithinEpoch(parts, none, none)
     loader = ShardLoader(parts, client, modules, within, None)
     return loader, position
 
@@ -123,4 +114,4 @@ def test_what_reads_before_anything_was_prepared_stays_on_one_device(
     loader, _ = loader_of(client, torch.device("cpu"), 1, 0)
     loader._modules.clear()
     list(loader.batches("train", 2, drop_last=False))
-    assert loader.bounds.max_devices == 1
+    assert loader._widths.bounds.max_devices == 1

@@ -20,11 +20,13 @@ from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
-from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.data.reading import EpochPosition
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
+from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
+from optuna_fleet.trainer.state import TrainingState
 from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)
@@ -85,7 +87,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "odd": (torch.float16, torch.device("cpu"), torch.Size([1]), float("inf")),
     }
     save(path, make(state=state))
-    loaded = checkpoint.load(path, OWNER)
+    loaded = checkpoint.load(path, OWNER).content
     assert loaded.state["plain"] == state["plain"]
     assert loaded.state["odd"] == state["odd"]
     assert type(loaded.state["counted"]) is Counter
@@ -126,9 +128,9 @@ def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, adv
     path = tmp_path / "trial0"
     save(path, make(epoch=1))
     with pytest.raises(FleetConfigError, match=r"trial\.state\['mine'\]") as caught:
-        checkpoint.snapshot(make(state={"mine": value}))
+        checkpoint.captured(make(state={"mine": value}))
     assert re.search(advice, str(caught.value))
-    assert checkpoint.load(path, OWNER).epoch == 1
+    assert checkpoint.load(path, OWNER).content.epoch == 1
 
 
 def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
@@ -138,10 +140,11 @@ def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
 
 def test_a_copy_does_not_follow_the_training() -> None:
     weight, losses, raw = torch.zeros(2), [1.0], bytearray(b"a")
-    copy = checkpoint.snapshot(make(objects=[{"w": weight}], state={"l": losses, "r": raw}))
+    held = checkpoint.captured(make(objects=[{"w": weight}], state={"l": losses, "r": raw}))
     weight += 1
     losses.append(2.0)
     raw += b"b"
+    copy = checkpoint.unpacked(held.data)
     assert copy.objects[0]["w"].tolist() == [0.0, 0.0]
     assert copy.state == {"l": [1.0], "r": b"a"}
 
@@ -154,7 +157,15 @@ def test_tensors_of_the_state_come_back_where_they_were() -> None:
     loaded = checkpoint.placed(make(state=on_cpu, on_device=where), torch.device("meta")).state
     assert [t.device.type for t in tensors_in(loaded)] == ["cpu", "meta", "cpu", "meta"]
     assert type(loaded["all"]) is OrderedDict
-    assert checkpoint.snapshot(make(state=on_cpu)).on_device == []
+    assert checkpoint._on_device(on_cpu) == []
+
+
+def test_one_tensor_in_two_places_stays_one() -> None:
+    weight = torch.ones(2)
+    held = checkpoint.captured(make(objects=[{"a": weight, "b": weight}], state={"c": weight}))
+    copy = checkpoint.unpacked(held.data)
+    copy.objects[0]["a"].add_(1)
+    assert copy.objects[0]["b"].tolist() == copy.state["c"].tolist() == [2.0, 2.0]
 
 
 def test_a_later_step_is_another_position() -> None:
@@ -168,7 +179,7 @@ class FullDisk(io.BytesIO):
     """Takes a kilobyte, then has no space left."""
 
     def write(self, data: Any) -> int:
-        if self.tell() > 1000:
+        if self.tell() + len(data) > 1000:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(data)
 
@@ -185,14 +196,16 @@ def test_a_full_disk_leaves_what_was_there(
     monkeypatch.setattr(os, "fdopen", fdopen)
     with pytest.raises(CheckpointError, match=r"No space left.*has space"):
         save(tmp_path / "c", make(epoch=2, objects=[{"w": torch.zeros(10**5)}]))
-    assert checkpoint.load(tmp_path / "c", OWNER).epoch == 1
+    assert checkpoint.load(tmp_path / "c", OWNER).content.epoch == 1
     assert [item.name for item in tmp_path.iterdir()] == ["c"]
 
 
 def test_other_objects_numbers_are_converted(tmp_path: Path) -> None:
     item = {"lr": np.float64(0.5), "groups": defaultdict(list, a=[np.int64(2)])}
     save(tmp_path / "c", make(objects=[item]))
-    assert checkpoint.load(tmp_path / "c", OWNER).objects == [{"lr": 0.5, "groups": {"a": [2]}}]
+    assert checkpoint.load(tmp_path / "c", OWNER).content.objects == [
+        {"lr": 0.5, "groups": {"a": [2]}}
+    ]
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
@@ -226,11 +239,11 @@ def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) ->
     both = [str(path), str(other)]
     newest, problems = checkpoint.load_newest(both, OWNER)
     assert newest is not None
-    assert (newest.epoch, problems) == (4, [])
+    assert (newest.content.epoch, problems) == (4, [])
     path.write_bytes(path.read_bytes()[:-1])
     before, problems = checkpoint.load_newest(both, OWNER)
     assert before is not None
-    assert before.epoch == 3
+    assert before.content.epoch == 3
     assert "torn" in problems[0]
     other.unlink()
     nothing, problems = checkpoint.load_newest(both, OWNER)
@@ -238,10 +251,19 @@ def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) ->
     assert "can't be read" in problems[1]
 
 
-def test_what_torch_can_not_load_counts_as_damaged(tmp_path: Path) -> None:
-    save(tmp_path / "c", make(state={"mine": 10**700}))  # an opcode that it does not know
+def test_what_torch_can_not_load_counts_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:  # as another version of torch might write it
+        patched.setattr(checkpoint, "_check_loadable", lambda data: None)
+        save(tmp_path / "c", make(state={"mine": 10**700}))  # an opcode that it does not know
     with pytest.raises(CheckpointError, match="what torch can't load"):
         checkpoint.load(tmp_path / "c", OWNER)
+
+
+def test_what_torch_could_not_load_again_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"could not load again.*store plain numbers"):
+        checkpoint.captured(make(state={"mine": 10**700}))
 
 
 def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +294,7 @@ def test_the_checkpoint_of_another_trial_counts_as_damaged(
     write_checkpoint(path, make(epoch=2), owner)
     own, problems = checkpoint.load_newest([str(path), str(tmp_path / "before")], OWNER)
     assert own is not None
-    assert own.epoch == 1
+    assert own.content.epoch == 1
     assert words in problems[0]
 
 
@@ -327,11 +349,11 @@ def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(3):
         run.epoch()
     saved = [item.state_dict() for item in run.objects]
-    save(tmp_path / "c", make(objects=saved, rng=checkpoint.gather(rng_state())))
+    save(tmp_path / "c", make(objects=saved, rng=collectives.gather(rng_state())))
     want = [run.epoch() for _ in range(3)]
 
     resumed = Run()
-    loaded = checkpoint.load(tmp_path / "c", OWNER)
+    loaded = checkpoint.load(tmp_path / "c", OWNER).content
     for item, state in zip(resumed.objects, loaded.objects, strict=True):
         item.load_state_dict(state)
     checkpoint.restore_rng(loaded.rng)
@@ -345,22 +367,24 @@ def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.Mon
         for one in everyone:
             one.copy_(own)
 
-    monkeypatch.setattr(checkpoint, "group_size", lambda: 2)
-    monkeypatch.setattr(checkpoint, "wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(collectives, "group_size", lambda: 2)
+    monkeypatch.setattr(collectives, "wire_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-    told = checkpoint.gather({"losses": [torch.ones(2)]})
+    told = collectives.gather({"losses": [torch.ones(2)]})
     assert [one["losses"][0].tolist() for one in told] == [[1.0, 1.0]] * 2
 
 
 def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() -> None:
     position = EpochPosition(loop=1)
-    parts: Any = SimpleNamespace(
-        position=position, state={}, run=SimpleNamespace(number=5), device=torch.device("cpu")
+    session: Any = SimpleNamespace(run=SimpleNamespace(number=5), reports=Reports(False))
+    none: Any = None
+    state = TrainingState(
+        session, objects=[], user={}, position=position, totals=none, steps=none, net=none
     )
-    resuming = Resuming(make(loop=2), parts)
+    state.go_on_with(make(loop=2), torch.device("cpu"))
     with pytest.raises(TrialError, match=r"checkpointed in loop 2 .* returned after 1:"):
-        resuming.check_reached()
+        state.check_reached()
     position.loop = 2
-    resuming.check_reached()
+    state.check_reached()

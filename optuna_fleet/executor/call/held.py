@@ -152,7 +152,6 @@ class HeldStates:
             others = (device for device in launch.devices if device != left.device)
             launch = replace(launch, devices=(left.device, *others))
             return self._start(left, launch, held=left.run_id)
-        left.holds = False
         if left.is_pending:
             left.due = launch
             return None

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
 from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages
 
+_NUMPY = (np.ndarray, np.generic)
 _MESSAGE_BYTES = 25 * 2**20
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
 _EPSILONS = 100  # unlike devices round in ways of their own
@@ -95,11 +97,11 @@ class Net:
         Raises:
             TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
         """
-        if self._weights.has_trained and group_size() > 1:
-            self._weights.has_trained = False
-            if names := find_divergence(self._objects, self._state, self._weights):
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                raise self._weights.too_wide(APART.format(names=shown))
+        if group_size() == 1 or not self._weights.take_trained():
+            return
+        if names := find_divergence(self._objects, self._state, self._weights):
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise self._weights.too_wide(APART.format(names=shown))
 
     def sums(self) -> dict[str, list[float]]:
         """Of all that is compared: the sum, and that of absolute values."""
@@ -205,16 +207,13 @@ def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str
             yield from _leaves(own, f"{name}: state of parameter {place}")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
     """Numbers and tensors in nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _leaves(child, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for number, child in enumerate(value):
-            yield from _leaves(child, f"{path}[{number}]")
-    elif isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype.kind in "biuf":
-            yield path, torch.from_numpy(np.asarray(value))
-    elif isinstance(value, (Tensor, int, float)):
-        yield path, value
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    found = [(path + pytree.keystr(keys), leaf) for keys, leaf in leaves]
+    return [
+        (name, torch.from_numpy(np.asarray(leaf)) if isinstance(leaf, _NUMPY) else leaf)
+        for name, leaf in found
+        if isinstance(leaf, (Tensor, int, float))
+        or (isinstance(leaf, _NUMPY) and leaf.dtype.kind in "biuf")
+    ]

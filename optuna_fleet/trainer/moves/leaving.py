@@ -12,7 +12,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages, gathered
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.wire import messages
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain
@@ -39,7 +39,7 @@ class Leaving:
         step: Before which it has left, within an epoch.
     """
 
-    def __init__(self, session: Session, state: TrialState, saver: Saver) -> None:
+    def __init__(self, session: Session, state: TrainingState, saver: Saver) -> None:
         self.held: Held | None = None
         self.step: int | None = None
         self._session = session

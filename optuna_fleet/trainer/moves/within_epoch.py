@@ -5,7 +5,7 @@ from __future__ import annotations
 from optuna_fleet.trainer.began_anew import BeganAnew
 from optuna_fleet.trainer.moves.leaving import Leaving
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.wire.messages import Place
 
 
@@ -26,7 +26,7 @@ class WithinEpoch:
     """
 
     def __init__(
-        self, parts: Parts, state: TrialState, leaving: Leaving, began_anew: BeganAnew
+        self, parts: Parts, state: TrainingState, leaving: Leaving, began_anew: BeganAnew
     ) -> None:
         self._parts = parts
         self._position = parts.position
