@@ -150,20 +150,18 @@ class BeganAnew:
             code = frame.f_code
             found = seen[Path(code.co_filename).name, code.co_name, code.co_firstlineno] = {}
             for name, value in _with_attributes(variables_of(frame)):
-                with contextlib.suppress(Exception):
-                    kind = type(value)
-                    if id(value) not in met and (mark := marks.of(value)):
-                        found[name] = kind.__name__, mark
-                    if not is_scalar(kind):
-                        met.add(id(value))
+                kind = type(value)
+                if id(value) not in met and (mark := marks.of(value)):
+                    found[name] = kind.__name__, mark
+                if not is_scalar(kind):
+                    met.add(id(value))
         return seen
 
     def _marks(self) -> Marks:
-        """Not of what is restored: what was prepared, with all that it is made of."""
-        parts = [chain(m.modules(), m.parameters(), m.buffers()) for m in self._modules]
-        kept = [getattr(thing, "kept", None) for thing in self._objects]  # of integrations
+        """Not of what was prepared, which is restored."""
+        kept = [getattr(thing, "kept", None) for thing in self._objects]  # by integrations
         lists = [callbacks for callbacks in kept if type(callbacks) is list]
-        known = {id(thing) for thing in chain(self._objects, *parts, *lists)}
+        known = {id(thing) for thing in chain(self._objects, self._modules, *lists)}
         return Marks(known, age_s=time.perf_counter() - self._session.began + 1.0)
 
 

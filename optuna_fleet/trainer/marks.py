@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from types import NoneType
 from typing import Any
@@ -22,7 +23,7 @@ _CLOCKS = (
     *((clock, 10**9) for clock in (time.time_ns, time.perf_counter_ns, time.monotonic_ns)),
 )
 _DEPTH = 2
-_MOST_ELEMENTS = 256
+_MOST_ELEMENTS = 64
 _MOST_ITEMS = 1000
 
 
@@ -36,13 +37,19 @@ class Marks:
 
     def __init__(self, known: Collection[int], age_s: float) -> None:
         self._known = known
-        self._readings = [(now - age_s * per_s, now) for now, per_s in _now()]
+        readings = [(clock(), per_s) for clock, per_s in _CLOCKS]
+        self._readings = [(type(now), now - age_s * per_s, now) for now, per_s in readings]
 
     def of(self, value: Any, depth: int = _DEPTH) -> str:
-        """Return the mark of a value; "" if it has none.
+        """Return the mark of a value; "" if it has none, or can't be looked at.
 
         That of a container or tensor is made of some of its items, from all over it.
         """
+        with contextlib.suppress(Exception):
+            return self._of(value, depth)
+        return ""
+
+    def _of(self, value: Any, depth: int) -> str:
         kind = type(value)
         if is_scalar(kind):
             is_reading = depth == _DEPTH and kind in (int, float) and self._is_reading(value)
@@ -59,16 +66,14 @@ class Marks:
             return f"{'module' if is_module else 'object'} {self.of(value.state_dict(), depth)}"
         return ""
 
-    def inside(self, container: Any, depth: int = 2) -> Iterator[Any]:
-        """Yield marks of what is in a dict or list: with its name, and alone if no scalar."""
-        is_dict = type(container) in _DICTS
-        items = container.items() if is_dict else ((None, item) for item in container)
-        for name, value in islice(items, _MOST_ITEMS):
+    def inside(self, values: Mapping[Any, Any], depth: int = 2) -> Iterator[Any]:
+        """Yield marks of what is in dicts: with its name, and alone if it is no scalar."""
+        for name, value in islice(values.items(), _MOST_ITEMS):
             mark = self.of(value)
             yield name, mark
             if not is_scalar(type(value)):
                 yield mark
-            if depth and type(value) in _CONTAINERS:
+            if depth and type(value) in _DICTS:
                 yield from self.inside(value, depth - 1)
 
     def _items(self, container: Any, depth: int) -> list[Any]:
@@ -77,20 +82,14 @@ class Marks:
             return sorted(self.of(item, 0) for item in container) if len(container) < most else []
         pairs = container.items() if type(container) in _DICTS else enumerate(container)
         every = len(container) // (most or 1) + 1
-        return [
-            (self.of(key, 0), self.of(item, depth - 1))
-            for number, (key, item) in enumerate(pairs if most else ())
-            if number % every == 0
-        ]
+        some = islice(pairs, 0, None, every) if most else ()
+        return [(self.of(key, 0), self.of(item, depth - 1)) for key, item in some]
 
     def _is_reading(self, value: Any) -> bool:
-        readings = self._readings
-        return any(type(now) is type(value) and then <= value <= now for then, now in readings)
-
-
-def _now() -> list[tuple[float, int]]:
-    """What the clocks show, and how much of it a second is."""
-    return [(clock(), per_s) for clock, per_s in _CLOCKS]
+        kind = type(value)
+        return any(
+            kind is a_clocks and low <= value <= now for a_clocks, low, now in self._readings
+        )
 
 
 def is_scalar(kind: type) -> bool:

@@ -362,6 +362,7 @@ def test_shy_objects_do_no_harm() -> None:
         trap, traps, stubborn, itself = Trap(), {"one": [Trap()]}, Stubborn(), list[Any]()
         itself.append(itself)
         sparse, best = torch.eye(2).to_sparse(), 0
+        trial.state["sparse"] = sparse
         for _ in trial.epochs():
             best += 2
         print(best, len(traps), len(itself), sparse.shape, trap is stubborn)
