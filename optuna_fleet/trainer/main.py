@@ -79,7 +79,7 @@ class Trainer:
             num_threads, has_gpu=device.type == "cuda", resolve=self._stand_in
         )
         self._session: Session | None = None
-        self._held: tuple[int, Held] | None = None  # what a run has left, until the next begins
+        self._held: tuple[int, Held] | None = None  # what a run has left, for the next one
         self._trial = (-1, -1)  # of the last run: its objective and number
         self._is_spent = False
 
@@ -115,13 +115,14 @@ class Trainer:
 
     def _run_in(self, session: Session) -> Ended:
         run = session.run
-        held = self._take_held(run)
+        if self._held and (run.rank, run.held) != (0, self._held[0]):
+            self._held = None
         training: Training | None = None
 
         def open_training() -> Training:
             nonlocal training
             if training is None:
-                training = self._training(session, held)
+                training = self._training(session)
             return training
 
         value, error, left = b"", None, b""
@@ -176,11 +177,6 @@ class Trainer:
             self._held = ended.run_id, held
         return replace(ended, usage=usage, holds=held is not None)
 
-    def _take_held(self, run: RunTrial) -> Held | None:
-        """What the run goes on with, if that is in this process's memory."""
-        kept, self._held = self._held, None
-        return kept[1] if kept and run.rank == 0 and kept[0] == run.held else None
-
     def _set_up_torch(self, run: RunTrial) -> None:
         """Have ``torch``, and ``torch.distributed``, mean this trial from its first line on."""
         self._objective.adopt_torch()
@@ -203,9 +199,11 @@ class Trainer:
             sys.exit()
         return returned
 
-    def _training(self, session: Session, held: Held | None) -> Training:
+    def _training(self, session: Session) -> Training:
         from optuna_fleet.trainer.training import Training  # imports torch
 
+        kept, self._held = self._held, None  # its memory is needed
+        held = kept[1] if kept else None
         return Training(session, self._pipeline, self._device.type, held)
 
     def _stand_in(self, target: str) -> Remote:
