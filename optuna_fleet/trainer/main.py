@@ -93,6 +93,8 @@ class Trainer:
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not clean_up(collect=collect)
+                    if is_last and self._held:  # the driver counts no more on this process
+                        self._held[1].saver.finish()
                     self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
@@ -122,7 +124,7 @@ class Trainer:
                 training = self._training(session, held)
             return training
 
-        value, error = b"", None
+        value, error, left = b"", None, b""
         has_device_failed = False
         alone = False  # at its end, while the other ranks go on
         way_out = ""
@@ -137,8 +139,9 @@ class Trainer:
             session.leave(way_out)
             value = _finished(returned, training)
             ending = Ending.RETURNED
-        except Yielded:  # perhaps when it had returned
+        except Yielded as yielded:  # perhaps when it had returned
             ending, way_out = Ending.YIELDED, ""
+            left = pack(found) if training and (found := training.left(yielded)) else b""
         except DriverGoneError:
             raise
         except RetryableError as trouble:
@@ -161,6 +164,7 @@ class Trainer:
             ending,
             value=value,
             error=error,
+            left=left,
             has_device_failed=has_device_failed,
         )
         return ended if training is None or _kept else self._end(training, ended, alone=alone)

@@ -14,7 +14,7 @@ from optuna_fleet.trainer.gradients.replicas import check_same, make_same
 from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
@@ -28,7 +28,7 @@ class Prepared:
         modules: Those of the objects that are modules.
     """
 
-    def __init__(self, parts: Parts, state: TrialState) -> None:
+    def __init__(self, parts: Parts, state: TrainingState) -> None:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
         self._state = state

@@ -84,9 +84,9 @@ class Session:
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
         self.parameters: dict[str, Any] = {}  # suggested in this run, but for objects
-        self.num_batches = 0
+        self._num_batches = 0
         self.collectives = Collectives()
-        self.epoch = 0
+        self._epoch = 0
         self.is_waiting = False
         self._thread = threading.get_ident()
         self._is_ordered = True
@@ -109,16 +109,24 @@ class Session:
             if num_calls == self._index:
                 break
         return Progress(
-            num_batches=self.num_batches,
+            num_batches=self._num_batches,
             num_calls=num_calls,
             passed=self._passed,
             collectives=tuple(
                 (number, f"{purpose} of batch {step}" if step else purpose)
                 for number, purpose, step in collectives
             ),
-            epoch=self.epoch,
+            epoch=self._epoch,
             is_ordered=self._is_ordered,
         )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The objective is in this one now."""
+        self._epoch = epoch
+
+    def begin_batch(self) -> None:
+        """The objective gets another one."""
+        self._num_batches += 1
 
     def leave(self, way_out: str = "") -> None:
         """The objective has ended; what is still called is no progress of it.

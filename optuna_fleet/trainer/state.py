@@ -46,7 +46,7 @@ class Ranks:
     own: list[dict[str, Any]]
 
 
-class TrialState:
+class TrainingState:
     """Of one rank.
 
     Args:
@@ -77,7 +77,7 @@ class TrialState:
         self._totals = totals
         self._steps = steps
         self._net = net
-        self._names: list[frozenset[str]] = []
+        self._names: list[frozenset[str]] = []  # in modules, where the loop began
         self._saved: Checkpoint | None = None
         self._is_restored = False
 
@@ -120,6 +120,7 @@ class TrialState:
                 rng=[own["rng"] for own in ranks.own],
                 totals=[own["totals"] for own in ranks.own if step is not None],
                 step=step,
+                sums=self._net.sums(),
             )
         )
 
@@ -136,16 +137,11 @@ class TrialState:
             modules=[i for i, o in enumerate(self.objects) if _holds_module(o)],
             remainder=remainder_of(self.objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
-            sums=self._net.sums(),
             **where,
         )
 
-    def begin_loop(self) -> None:
-        """Note what is in modules where the objective begins a loop over epochs."""
-        self._names = list(map(names_in, self.objects))
-
     def _check_names(self) -> None:
-        """Check that modules where the loop begins could take what they have now.
+        """Check that modules, as they are where the loop begins, could take what they have now.
 
         Raises:
             FleetConfigError: One was changed within the loop.
@@ -198,21 +194,26 @@ class TrialState:
         # Modules copy it; optimizers keep what they get.
         load_state(thing, state if is_module else copy.deepcopy(state))
 
-    def first_epoch(self) -> int | None:
+    def begin_loop(self) -> int | None:
         """A loop over epochs begins; return its first one, or None if it was done before."""
         saved = self._saved
-        if saved is None or self._position.loop > saved.loop:
-            return 0
-        if self._position.loop < saved.loop:
+        if saved is not None and self._position.loop < saved.loop:
             return None
-        if saved.step is None:
-            self._restore_all(saved)
-        else:  # what the epoch begins with is done again before the pass that goes on
-            for position, thing in enumerate(self.objects[: len(saved.objects)]):
-                self._restore(thing, position, saved)
-            restore_into(self.user, copy.deepcopy(saved.state), self.objects)
-            checkpoint.restore_rng(saved.rng)
-        return saved.epoch
+        first = 0
+        if saved is not None and self._position.loop == saved.loop:
+            first = saved.epoch
+            if saved.step is None:
+                self._restore_all(saved)
+            else:  # what the epoch begins with is done again before the pass that goes on
+                self._restore_for_epoch(saved)
+        self._names = list(map(names_in, self.objects))
+        return first
+
+    def _restore_for_epoch(self, saved: Checkpoint) -> None:
+        for position, thing in enumerate(self.objects[: len(saved.objects)]):
+            self._restore(thing, position, saved)
+        restore_into(self.user, copy.deepcopy(saved.state), self.objects)
+        checkpoint.restore_rng(saved.rng)
 
     def first_step(self) -> tuple[int, bool]:
         """The epoch's first pass begins, which can be left in its midst.

@@ -15,6 +15,7 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.trainer.began_anew import BeganAnew, Left
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
@@ -33,11 +34,12 @@ from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
+from optuna_fleet.wire.packing import unpack
 
 _NESTED = (
     "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
@@ -94,7 +96,7 @@ class Training:
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)
         self.optimizer_steps = Steps(self.objects, session.warn, self._reducer, self.weights)
-        self._kept = TrialState(
+        self._kept = TrainingState(
             session,
             objects=self.objects,
             user=self.state,
@@ -116,7 +118,14 @@ class Training:
             totals=self.totals,
         )
         self._prepared = Prepared(parts, self._kept)
-        self._within = WithinEpoch(parts, self._kept, self.leaving)
+        self._began_anew = BeganAnew(
+            session,
+            objects=self.objects,
+            modules=self._prepared.modules,
+            state=self.state,
+            left=unpack(self._run.left) if self._run.left else None,
+        )
+        self._within = WithinEpoch(parts, self._kept, self.leaving, self._began_anew)
         self._split_check = self._new_split_check()
         self._loader = ShardLoader(
             parts, pipeline, self._prepared.modules, self._within, self._split_check
@@ -162,6 +171,10 @@ class Training:
     def is_broken(self) -> bool:
         """See `Pipeline`."""
         return self.in_stages is not None and self.in_stages.is_broken
+
+    def left(self, error: BaseException) -> Left | None:
+        """See `BeganAnew.left`; `error` has left the objective."""
+        return self._began_anew.left(error, is_within=self.leaving.step is not None)
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -258,29 +271,27 @@ class Training:
         return self._epochs(len(periods), periods)
 
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
-        self._position.loop += 1
-        loop = self._position.loop
-        first = self._kept.first_epoch()
+        loop = self._position.begin_loop()
+        first = self._kept.begin_loop()
         if first is None:
             return
-        self._kept.begin_loop()
-        self._position.is_inside, self._position.num_epochs = True, num_epochs
-        with self._position.counting(periods):
+        with self._position.counting(num_epochs, periods):
             for epoch in range(first, num_epochs):
-                self._position.epoch = self._session.epoch = epoch
+                self._position.begin_epoch(epoch)
+                self._session.begin_epoch(epoch)
                 self._within.begin_epoch()
                 self._reducer.begin_epoch()
+                if epoch == first:
+                    self._began_anew.begin_loop()
                 yield epoch
                 if self._position.loop != loop:
                     raise FleetConfigError(_NESTED)
                 if self.in_stages is not None:
                     self.in_stages.flush()
                 self._loader.end_epoch()
-                if epoch + 1 == num_epochs:
+                if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
-                if not self._goes_on_after(epoch):
-                    break
-        self._position.is_inside = False
+        self._position.end_loop()
 
     def _goes_on_after(self, epoch: int) -> bool:
         # First what needs no other rank: one that left this epoch early is told of at once.
@@ -299,7 +310,7 @@ class Training:
             self._net.check()
 
     def check_resumed(self) -> None:
-        """See `TrialState.check_reached`; the objective has returned."""
+        """See `TrainingState.check_reached`; the objective has returned."""
         self._kept.check_reached()
 
     def keep_best(self) -> None:

@@ -77,7 +77,7 @@ def moment(trial: Any) -> None:
         ask_to_move(trial, wait=_plan.waits)
         stop_line = trial._session.stop_line
         while _plan.waits and trial.sum(int(stop_line._is_asked)) < trial.world_size:
-            trial.should_prune()  # others may have to make ready first
+            trial.should_prune()  # the order is on its way
 
 
 def _fly(trial: Any, *, objective: Callable[[Any], Any], plan: _Plan) -> Any:

@@ -75,6 +75,30 @@ def test_moves_by_chance_change_nothing(lab: Any, seed: int, waits: bool) -> Non
     lab.same(trains, widths, within=within, waits=waits)
 
 
+def begins_busily(trial: Any) -> None:
+    """What an objective may do before its loop, and before its batches."""
+    assert trial.suggest_categorical("kind", ["a"]) == "a"
+    trial.set_user_attr("begun", True)
+    assert trial.sum(1) == trial.world_size
+    model, optimizer = prepared(trial)
+    assert sum(1 for _ in trial.batches("val", batch_size=8)) == 3
+    for epoch in trial.epochs(2):
+        assert not trial.should_prune()
+        for images, numbers in trial.batches("train_numbered", batch_size=BATCH, movable=True):
+            loss = F.cross_entropy(model(images), numbers % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trial.totals["loss"] += loss * trial.shard_size
+            trial.totals["samples"] += trial.shard_size
+            moment(trial)
+        trial.report(trial.totals.mean("loss", "samples"), epoch)
+
+
+def test_what_an_objective_does_at_its_beginning_it_does_again(lab: Any) -> None:
+    lab.same(begins_busily, [(0,), (0, 2), (1, 2, 3)], within={3, STEPS + 4})
+
+
 @pytest.mark.parametrize(("moved_at", "died_at"), [(3, 5), (14, 16), (7, 40)])
 def test_a_trial_killed_within_an_epoch_goes_on_from_where_it_moved_to(
     lab: Any, moved_at: int, died_at: int

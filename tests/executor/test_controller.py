@@ -391,7 +391,7 @@ def four_of_which_trial_0_gets_two() -> World:
 
 def test_while_one_is_slow_to_leave_the_others_are_planned_for() -> None:
     world = four_of_which_trial_0_gets_two()
-    world.tell(epoch_ended(1))
+    assert world.tell(epoch_ended(1)) == [yields(1)]
     assert [type(i) for i in world.end(1, Ending.YIELDED)] == [Requeue]
     *_, allocate = world.end(3)
     assert [c.number for c in allocate.problem.candidates] == [1, 2]

@@ -43,7 +43,8 @@ FAILED = CheckpointFailed(run_id=5, problem="the disk is full")
 class Sweep:
     """Trial 1 has left devices 3 and 1, where it was in run 5."""
 
-    def __init__(self, *, is_told: bool = False) -> None:
+    def __init__(self, *, is_told: bool = False, left: bytes = b"") -> None:
+        self.left = left
         self.runs: dict[int, RunRecord] = {}
         self.held = HeldStates(self.runs)
         self.fly(run_on(3, 1))
@@ -59,7 +60,7 @@ class Sweep:
         self.held.leaves(run_id)
         if is_told:
             self.held.take(saved(run_id))
-        for rank, device in enumerate(run.launch.devices):
+        for rank, device in reversed([*enumerate(run.launch.devices)]):
             self.held.rank_ended(
                 run,
                 Ended(
@@ -69,6 +70,7 @@ class Sweep:
                     time_s=0,
                     ending=Ending.YIELDED,
                     holds=holds and rank == 0,
+                    left=self.left,
                 ),
             )
         del self.runs[run_id]
@@ -94,10 +96,17 @@ def test_the_controller_hears_of_the_checkpoint_as_of_the_run_that_goes_on() -> 
     sweep = Sweep()
     sweep.launch(3)
     assert sweep.held.take(saved(5)) == saved(6)
-    before = Sweep()
-    assert before.held.take(saved(5)) is None
+    del sweep.runs[6]  # it is lost
+    assert sweep.launch(3, run_id=7) == Start(launch=launch_on(3, run_id=7))
+
+
+def test_or_when_that_begins_if_it_was_written_before() -> None:
+    sweep = Sweep()
+    assert sweep.held.take(saved(5)) is None
     launch = launch_on(3, run_id=6, checkpoint="there")
-    assert before.launch(3) == Start(launch=launch, held=5, saved=saved(6))
+    assert sweep.launch(3) == Start(launch=launch, held=5, saved=saved(6))
+    del sweep.runs[6]  # it is lost
+    assert sweep.launch(3, run_id=7) == Start(launch=launch_on(3, run_id=7))
 
 
 def test_who_has_written_a_newer_one_needs_no_word_of_the_older() -> None:
@@ -110,13 +119,17 @@ def test_who_has_written_a_newer_one_needs_no_word_of_the_older() -> None:
     assert again == Start(launch=launch_on(2, run_id=7, checkpoint="newer"))
 
 
-def test_a_run_that_is_lost_before_the_checkpoint_is_told_of_is_followed_by_one_with_it() -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+def test_if_that_is_lost_before_the_next_run_goes_on_with_the_checkpoint(is_early: bool) -> None:
     sweep = Sweep()
     sweep.launch(3, 2)
     del sweep.runs[6]  # with device 2: a thread on device 3 still writes
-    assert sweep.launch(3, run_id=7) is None  # what it held has gone to the run that was lost
+    early = sweep.held.take(saved(5)) if is_early else None
+    begun = sweep.launch(3, run_id=7)  # what it held has gone to the run that was lost
+    late = None if is_early else sweep.held.take(saved(5))
     launch = launch_on(3, run_id=7, checkpoint="there")
-    assert sweep.held.take(saved(5)) == Start(launch=launch, saved=saved(7))
+    start = Start(launch=launch, saved=saved(7))
+    assert (early, begun, late) == ((None, start, None) if is_early else (None, None, start))
 
 
 # -- who goes on elsewhere ------------------------------------------------------------------------
@@ -127,6 +140,7 @@ def test_elsewhere_it_waits_for_the_checkpoint() -> None:
     assert sweep.launch(0, 1) is None
     launch = launch_on(0, 1, run_id=6, checkpoint="there")
     assert sweep.held.take(saved(5)) == Start(launch=launch, saved=saved(6))
+    assert sweep.held.device_lost(3) == []
 
 
 def test_it_does_not_wait_for_what_was_told_before_the_run_ended() -> None:
@@ -180,6 +194,9 @@ def test_no_run_begins_where_a_trainer_is_missing() -> None:
     assert sweep.launch(0) is None
     assert sweep.held.device_lost(0) == []
     assert sweep.held.take(saved(5)) is None
+    del sweep.runs[6]
+    launch = launch_on(3, run_id=7, checkpoint="there")
+    assert sweep.launch(3, run_id=7) == Start(launch=launch, held=5, saved=saved(7))
 
 
 def test_what_a_trial_has_left_that_is_done_begins_nothing() -> None:
@@ -252,3 +269,23 @@ def test_a_run_that_is_to_leave_and_to_be_saved_is_asked_once_and_leaves(is_firs
     assert ranks.asked == [4, 5, 6]
     ranks.are_at((1, 2, 7), (1, 2, 7), (1, 2, 7))
     assert {order for _, order in ranks.stops} == {StopAt(run_id=5, place=(1, 2, 7), stays=True)}
+
+
+# -- what no state has ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [(3, 2), (0, 2)])
+def test_what_no_state_has_goes_to_the_run_that_goes_on_with_the_state(
+    devices: tuple[int, ...],
+) -> None:
+    sweep = Sweep(is_told=True, left=b"best = 9")
+    starts = [sweep.launch(*devices), sweep.launch(2, run_id=7)]
+    assert [start and start.left for start in starts] == [b"best = 9", b""]
+
+
+def test_it_is_of_no_use_with_an_older_state() -> None:
+    sweep = Sweep(left=b"best = 9")
+    assert sweep.launch(0, checkpoint="an old one") is None
+    start = sweep.held.take(FAILED)
+    assert isinstance(start, Start)
+    assert start.left == b""

@@ -42,7 +42,7 @@ def test_flights_and_decisions_are_recorded(log: Any) -> None:
     lines = log.getvalue().splitlines()
     assert f"Round 1: {decisions[0].reason}" in lines  # the others only if something moves
     assert lines[-1] == str(fleet.summary)
-    assert f"in {len(decisions)} rounds" in lines[-1]
+    assert f"in {len(decisions)} round" in lines[-1]
     assert "sharing factor" in lines[-1]
     assert "; solver " in lines[-1]
     assert repr(fleet.summary).split("\n  ") == lines[-1].removesuffix(".").split("; ")

@@ -135,3 +135,30 @@ def test_a_model_that_was_changed_in_the_loop_is_not_moved(fleet: Any, log: io.S
     run(fleet, objective, Leg((0,), 2), Leg((1,)))
     assert any(isinstance(event, MoveRefused) for event in fleet.events)
     assert "since the loop over epochs began (4.parametrizations.weight" in log.getvalue()
+
+
+def has_no_space(trial: Any) -> float:
+    """What it trains is as large as ever, but nothing can be written."""
+
+    def write(*_: Any) -> str:
+        raise OSError("no space left")
+
+    model = small_model()
+    trial.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.05))
+    trial._training.saver._files.write = write
+    steps = trial.state.setdefault("steps", [])
+    for _ in trial.epochs(2):
+        train_epoch(trial, model, optimizer, [], batch_size=10)
+        steps.append(trial.world_size)
+    trial.set_user_attr("steps", steps)
+    return 0.0
+
+
+@pytest.mark.parametrize(("following", "widths"), [((1, 0), [1, 2]), ((1,), [1, 1])])
+def test_where_nothing_can_be_written_it_moves_with_what_is_in_memory(
+    fleet: Any, log: io.StringIO, following: tuple[int, ...], widths: list[int]
+) -> None:
+    trial = run(fleet, has_no_space, Leg((0,), 1), Leg(following))
+    assert trial.user_attrs["steps"] == widths
+    assert any(isinstance(event, MoveRefused) for event in fleet.events) == (widths == [1, 1])
+    assert log.getvalue().count("goes on without a new checkpoint. no space left") == 1

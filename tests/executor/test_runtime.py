@@ -68,7 +68,7 @@ from optuna_fleet.settings import Settings
 from optuna_fleet.trainer.main import trainer_main
 from optuna_fleet.wire.calls import AfterEpoch
 from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import Ended, TrainerReady, TrainerUnfit
+from optuna_fleet.wire.messages import CheckpointFailed, Ended, TrainerReady, TrainerUnfit
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     ConnectionEnded,
@@ -1003,6 +1003,19 @@ def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first()
     end(1)
     end(0)
     assert receiver.waits_s() == []
+
+
+def test_a_checkpoint_that_fails_when_its_run_is_over_is_told_of_and_not_waited_for() -> None:
+    parts = mock.MagicMock(runs={}, held=HeldStates({}))
+    run = run_on(0)
+    fields = {"run_id": 1, "rank": 0, "device": 0, "time_s": 0.0, "ending": Ending.YIELDED}
+    parts.held.rank_ended(run, Ended(holds=True, **fields))
+    elsewhere = replace(launch(1, 1), run_id=2)
+    assert parts.held.begin(elsewhere) is None
+    parts.start.side_effect = lambda start: [start]
+    failed = CheckpointFailed(run_id=1, problem="the disk is full")
+    assert Receiver(parts).take(failed) == [Start(launch=elsewhere)]
+    parts.launcher.checkpoint_failed.assert_called_once_with(1, failed)
 
 
 # -- runs that wait for a store ------------------------------------------------------------------

@@ -235,7 +235,7 @@ def test_to_be_saved_changes_nothing(
 
 
 def test_moves_while_it_is_being_saved_change_nothing(fleet: Any, tmp_path: Path) -> None:
-    """Be it that ranks stay, join or leave, when they were to be saved at the same step."""
+    """Be it that they were to be saved at the same step."""
     chance = random.Random(3)
     asks = {n: set(chance.sample(range(2 * STEPS - 1), 5)) for n in range(4)}
     legs = {

@@ -88,7 +88,6 @@ def test_ranks_on_one_gpu_do_without_nccl(
         store=None,
         by_gloo=by_gloo,
         collective_s=1.0,
-        rehearses=False,
     )
     groups.join_group_of(run, kind)
     assert joined == [backend]

@@ -6,10 +6,12 @@ import functools
 import io
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import optuna
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 
 from optuna_fleet import Checkpoints, SharedPipeline
 from optuna_fleet.sampler_bridge.records import flights_of
+from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data import shard_loader
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, small_model
 
@@ -84,7 +87,7 @@ def trains(
             losses.append(trial.mean(loss.item(), weight=trial.shard_size))
             if len(losses) - 1 in asks.get(trial.number, ()):
                 ask_to_move(trial, wait=wait)
-                while wait and not all_are_asked(trial):  # others may have to rehearse first
+                while wait and not all_are_asked(trial):  # the order is on its way
                     trial.should_prune()
         sums = [trial.totals["samples"], *trial.totals["by label"].tolist()]
         means.append([trial.totals.mean("loss", "samples"), *sums])
@@ -133,7 +136,63 @@ def undisturbed(fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> optuna.
     return run(fleet, {n: [Leg((n,))] for n in range(4)}, tmp_path_factory.mktemp("u") / "u")
 
 
-def test_a_newcomer_may_join_a_run_whose_rate_is_measured(fleet: Any, tmp_path: Path) -> None:
+def test_a_state_that_was_held_in_vain_is_not_lost(
+    fleet: Any, undisturbed: optuna.Study, tmp_path: Path
+) -> None:
+    """The trial was to go on with the device that holds it, and gets another."""
+    first = Leg((0, 1), until_asked=True, promised=(0, 2))
+    moved = run(fleet, {0: [first, Leg((3,))]}, tmp_path / "m", {0: {15}})
+    assert endings(moved) == ["yielded", "returned"]
+    assert result(moved.trials[0]) == pytest.approx(result(undisturbed.trials[0]), rel=1e-10)
+
+
+def goes_on_before_it_is_written(trial: Any, *, folder: Path, within: bool) -> float:
+    """The first run's checkpoint is not written before the second one trains."""
+    model, optimizer = prepared(trial)
+    write, goes_on = Saver._write, folder / "goes on"
+
+    def writes_later(*args: Any) -> None:
+        until = time.monotonic() + 20.0
+        while not goes_on.exists():
+            if time.monotonic() > until:
+                (folder / "in vain").touch()
+                break
+            time.sleep(0.01)
+        write(*args)
+
+    num_steps = trial.state.get("steps", 0)
+    with mock.patch.object(Saver, "_write", writes_later):
+        for _ in trial.epochs(2):
+            for images, numbers in trial.batches("train", batch_size=BATCH, movable=within):
+                F.cross_entropy(model(images), numbers % 3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if trial.state.setdefault("steps", 0) > num_steps > 0:
+                    goes_on.touch()
+                trial.state["steps"] += 1
+                if trial.state["steps"] == 3:
+                    ask_to_move(trial)
+                    while not all_are_asked(trial):
+                        trial.should_prune()
+    return float(trial.state["steps"])
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_trial_that_keeps_a_device_waits_for_no_file(
+    fleet: Any, tmp_path: Path, within: bool
+) -> None:
+    fleet.script = {0: [Leg((0, 1), until_asked=True), Leg((2, 0))]}
+    objective = functools.partial(goes_on_before_it_is_written, folder=tmp_path, within=within)
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert endings(study) == ["yielded", "returned"]
+    assert study.trials[0].value == 2 * STEPS
+    assert not (tmp_path / "in vain").exists()
+
+
+def test_a_rate_is_measured_where_a_trial_goes_on_in_an_epochs_midst(
+    fleet: Any, tmp_path: Path
+) -> None:
     script = {0: [Leg((0,), until_asked=True), Leg((0, 1), measure=True)]}
     moved = run(fleet, script, tmp_path / "m", {0: {3}})
     assert endings(moved) == ["yielded", "returned"]

@@ -401,7 +401,7 @@ def test_averages_of_weights_are_those_of_a_trial_that_did_not_move(
     alone = flown(three, objective, Leg((0,)))
     moved = flown(three, objective, Leg((0, 1), 2), Leg((1,), 4), Leg((2,)))
     assert moved.value == close_to(alone.value)
-    assert "begins anew" not in caplog.text  # what callbacks hold does not
+    assert "began anew" not in caplog.text  # what callbacks hold does not
 
 
 class Worse(Classifier):

@@ -54,7 +54,7 @@ def loader_of(
     session: Any = SimpleNamespace(
         run=run,
         send=lambda _: None,
-        num_batches=0,
+        begin_batch=lambda: None,
         began=0.0,
         check=lambda: None,
         check_unwinding=lambda: None,

@@ -26,7 +26,7 @@ from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)
@@ -255,14 +255,14 @@ def test_what_torch_can_not_load_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:  # as another version of torch might write it
-        patched.setattr(checkpoint, "unpacked", lambda data, device: None)
+        patched.setattr(checkpoint, "_check_loadable", lambda data: None)
         save(tmp_path / "c", make(state={"mine": 10**700}))  # an opcode that it does not know
     with pytest.raises(CheckpointError, match="what torch can't load"):
         checkpoint.load(tmp_path / "c", OWNER)
 
 
 def test_what_torch_could_not_load_again_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="could not load again.*store plain numbers"):
+    with pytest.raises(CheckpointError, match=r"could not load again.*store plain numbers"):
         checkpoint.captured(make(state={"mine": 10**700}))
 
 
@@ -380,7 +380,7 @@ def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() ->
     position = EpochPosition(loop=1)
     session: Any = SimpleNamespace(run=SimpleNamespace(number=5), reports=Reports(False))
     none: Any = None
-    state = TrialState(
+    state = TrainingState(
         session, objects=[], user={}, position=position, totals=none, steps=none, net=none
     )
     state.go_on_with(make(loop=2), torch.device("cpu"))

@@ -104,8 +104,8 @@ class Moves:
         self._launched: dict[int, float] = {}
 
     def leaves(self, number: int) -> None:
-        """The trial was told to leave its devices."""
-        self._ordered[number] = self._clock()
+        """The trial was told to leave its devices, or begins to."""
+        self._ordered.setdefault(number, self._clock())
 
     def stays(self, number: int) -> None:
         """The trial did not leave."""

@@ -101,26 +101,45 @@ def captured(checkpoint: Checkpoint) -> Captured:
             safely; names the key.
         CheckpointError: If torch could not load it again.
     """
-    fit = replace(
-        checkpoint,
-        objects=_portable(checkpoint.objects, "objects", own=False),
-        remainder=_portable(checkpoint.remainder, "remainder", own=False),
-        state=_portable(checkpoint.state, "trial.state", own=True),
-        totals=_portable(checkpoint.totals, "trial.totals", own=False),
-        on_device=_on_device(checkpoint.state),
-    )
+    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    content["on_device"] = _on_device(checkpoint.state)
+    try:
+        content["state"] = pytree.tree_map_only(torch.Tensor, _compact, checkpoint.state)
+        data = _packed(content)
+    except Exception:  # something has to be converted, or can't be kept: say what
+        data = _packed(content | _portable_parts(checkpoint))
+    return Captured(data, checkpoint.position, checkpoint.epoch)
+
+
+def _portable_parts(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "objects": _portable(checkpoint.objects, "objects", own=False),
+        "remainder": _portable(checkpoint.remainder, "remainder", own=False),
+        "state": _portable(checkpoint.state, "trial.state", own=True),
+        "totals": _portable(checkpoint.totals, "trial.totals", own=False),
+    }
+
+
+def _packed(content: dict[str, Any]) -> memoryview:
     buffer = io.BytesIO()
     with _without_crc():
-        torch.save({field.name: getattr(fit, field.name) for field in fields(fit)}, buffer)
+        torch.save(content, buffer)
+    _check_loadable(buffer.getbuffer())
+    return buffer.getbuffer()
+
+
+def _check_loadable(data: Bytes) -> None:
     try:
-        unpacked(buffer.getbuffer(), "meta")
+        try:
+            unpacked(data, "meta")  # reads no numbers
+        except RuntimeError:  # sparse tensors need theirs
+            unpacked(data)
     except pickle.UnpicklingError as error:
         why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         raise CheckpointError(
             f"Torch could not load again what the trial keeps ({why or error}): store plain "
             "numbers, strings and tensors."
         ) from error
-    return Captured(buffer.getbuffer(), checkpoint.position, checkpoint.epoch)
 
 
 def unpacked(data: Bytes, device: str = "cpu") -> Checkpoint:
@@ -263,9 +282,7 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
             other objects (a learning rate, say) become Python numbers here.
     """
     if isinstance(value, torch.Tensor) and _can_be_loaded(type(value.detach())):
-        value = value.detach()
-        # Torch saves whole storages: a view of a large tensor would take all of it along.
-        return value.clone() if _is_part(value) else value
+        return _compact(value.detach())
     again = partial(_portable, own=own)
     value = tracked.plain(value)
     if type(value) in _PLAIN_TYPES:
@@ -302,10 +319,12 @@ def _portable_dict(
     return ordered
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Torch saves whole storages: a view of a large tensor would take all of it along."""
     if tensor.layout != torch.strided:
-        return False
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        return tensor
+    size = tensor.numel() * tensor.element_size()
+    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > size else tensor
 
 
 def _refusal(value: Any, where: str) -> str:

@@ -127,10 +127,23 @@ class EpochPosition:
     is_inside: bool = False
     reads_unprepared: bool = False
 
+    def begin_loop(self) -> int:
+        """Another loop begins; return its number."""
+        self.loop += 1
+        return self.loop
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The loop is in this one now."""
+        self.epoch = epoch
+
+    def end_loop(self) -> None:
+        """It has had all its epochs."""
+        self.is_inside = False
+
     @contextmanager
-    def counting(self, periods: Periods | None) -> Iterator[None]:
-        """These are the `periods` until the loop ends, be it that the objective leaves it."""
-        self.periods = periods
+    def counting(self, num_epochs: int, periods: Periods | None) -> Iterator[None]:
+        """There are so many epochs, or `periods`, until the loop ends, or is left."""
+        self.is_inside, self.num_epochs, self.periods = True, num_epochs, periods
         try:
             yield
         finally:

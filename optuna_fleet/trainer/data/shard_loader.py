@@ -165,7 +165,7 @@ class ShardLoader:
                 self._session.check()
                 if one.can_leave:
                     self._within.come_to(step, one.number)
-                self._session.num_batches += 1
+                self._session.begin_batch()
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()
                 # Every rank takes part in a step that trains, if need be with a padding sample.
@@ -351,7 +351,7 @@ class ShardLoader:
         if seconds >= _LONG_S and not self._within.is_movable and self._run.num_devices > 1:
             self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
         if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
-            self.stopwatch.active = False
+            self.stopwatch.give_up()
             self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
 
     def _tell_trained(self) -> None:

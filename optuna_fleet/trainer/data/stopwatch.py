@@ -73,6 +73,10 @@ class Stopwatch:
         self._batches: list[_Batch] = []
         self._durations_s: list[float] = []  # of those that the device is done with
 
+    def give_up(self) -> None:
+        """Time no batch any more."""
+        self.active = False
+
     @property
     def is_unused(self) -> bool:
         """Whether nothing was timed yet."""

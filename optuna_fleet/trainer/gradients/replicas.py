@@ -10,17 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
 from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages
 
+_NUMPY = (np.ndarray, np.generic)
 _MESSAGE_BYTES = 25 * 2**20
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
 _EPSILONS = 100  # unlike devices round in ways of their own
@@ -88,69 +91,89 @@ class Net:
         self._objects = objects
         self._state = state
         self._weights = weights
+        self._compared: list[_Sum] | None = None  # by the last check
 
+    @torch.no_grad()
     def check(self) -> None:
         """Compare, if there is something new; called on all ranks.
+
+        Compared are sums: of each parameter, buffer, and tensor of an optimizer's state or another
+        object's, the options of optimizers, and numbers and tensors in ``trial.state``.
 
         Raises:
             TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
         """
-        if self._weights.has_trained and group_size() > 1:
-            self._weights.has_trained = False
-            if names := find_divergence(self._objects, self._state, self._weights):
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                raise self._weights.too_wide(APART.format(names=shown))
+        self._compared = None
+        if group_size() == 1 or not self._weights.take_trained():
+            return
+        self._weights.begin("the comparison of the ranks")
+        self._compared = _found(self._objects, self._state)
+        if names := _apart(self._compared):
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise self._weights.too_wide(APART.format(names=shown))
 
     def sums(self) -> dict[str, list[float]]:
-        """Of all that is compared: the sum, and that of absolute values."""
-        return {name: [total, size] for name, total, size, _ in self._numbers()}
+        """Of all that is compared: the sum, and that of absolute values; right after a check."""
+        return {one.name: one.numbers() for one in self._all(self._compared)}
 
     def unlike(self, sums: Mapping[str, Sequence[float]]) -> list[str]:
         """What has other sums than `sums` has returned: what was restored is not what it was."""
-        return [
-            name
-            for name, total, size, tolerance in (self._numbers() if sums else ())
-            if name in sums and abs(total - sums[name][0]) > tolerance * max(size, sums[name][1])
-        ]
+        found = [one for one in (self._all() if sums else ()) if one.name in sums]
+        return [one.name for one in found if one.differs_from(*sums[one.name])]
 
     @torch.no_grad()
-    def _numbers(self) -> list[tuple[str, float, float, float]]:
+    def _all(self, found: list[_Sum] | None = None) -> list[_Sum]:
         if are_in_stages(self._objects):  # each rank has its own
             return []
-        found = _found(self._objects, self._state)
-        values = [torch.stack([total, size]).nan_to_num().tolist() for _, total, size, _ in found]
-        return [(name, *pair, last) for (name, *_, last), pair in zip(found, values, strict=True)]
+        return _found(self._objects, self._state) if found is None else found
 
 
-@torch.no_grad()
-def find_divergence(objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> list[str]:
-    """Returns what differs between the ranks; called on all of them alike.
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Of something that ranks have alike.
 
-    Compared are sums: of each parameter, buffer, and tensor of an optimizer's state or another
-    object's, the options of optimizers, and numbers and tensors in ``trial.state``.
+    Attributes:
+        name: What it is, in words.
+        total: The sum of its numbers.
+        size: That of their absolute values.
+        tolerance: By what part of that the sum may differ.
     """
-    weights.begin("the comparison of the ranks")
-    found = _found(objects, state)
-    names = [name for name, *_ in found]
-    if not _are_same(names):
+
+    name: str
+    total: Tensor
+    size: Tensor
+    tolerance: float
+
+    def numbers(self) -> list[float]:
+        """The sum, and that of absolute values."""
+        numbers: list[float] = torch.stack([self.total, self.size]).nan_to_num().tolist()
+        return numbers
+
+    def differs_from(self, total: float, size: float) -> bool:
+        """Whether it is not what had these sums."""
+        own_total, own_size = self.numbers()
+        return abs(own_total - total) > self.tolerance * max(own_size, size)
+
+
+def _apart(found: list[_Sum]) -> list[str]:
+    """What differs between the ranks; called on all of them alike."""
+    if not _are_same([one.name for one in found]):
         return ["the kinds and numbers of what was prepared, or is in trial.state,"]
     if not found:
         return []
     device = wire_device()
-    totals = torch.stack([total.to(device) for _, total, *_ in found]).nan_to_num()
-    sizes = torch.stack([size.to(device) for *_, size, _ in found]).nan_to_num()
+    totals = torch.stack([one.total.to(device) for one in found]).nan_to_num()
+    sizes = torch.stack([one.size.to(device) for one in found]).nan_to_num()
     extremes = torch.cat([totals, -totals, sizes])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     most, least, size = extremes.cpu().chunk(3)
-    tolerances = torch.tensor([tolerance for *_, tolerance in found], dtype=torch.float64)
+    tolerances = torch.tensor([one.tolerance for one in found], dtype=torch.float64)
     differs = most + least > tolerances * size
-    return [name for name, apart in zip(names, differs.tolist(), strict=True) if apart]
+    return [one.name for one, apart in zip(found, differs.tolist(), strict=True) if apart]
 
 
-def _found(
-    objects: Sequence[Any], state: dict[str, Any]
-) -> list[tuple[str, Tensor, Tensor, float]]:
-    return [(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
+def _found(objects: Sequence[Any], state: dict[str, Any]) -> list[_Sum]:
+    return [_Sum(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
 
 
 def _are_same(names: list[str]) -> bool:
@@ -205,16 +228,13 @@ def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str
             yield from _leaves(own, f"{name}: state of parameter {place}")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
     """Numbers and tensors in nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _leaves(child, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for number, child in enumerate(value):
-            yield from _leaves(child, f"{path}[{number}]")
-    elif isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype.kind in "biuf":
-            yield path, torch.from_numpy(np.asarray(value))
-    elif isinstance(value, (Tensor, int, float)):
-        yield path, value
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    found = [(path + pytree.keystr(keys), leaf) for keys, leaf in leaves]
+    return [
+        (name, torch.from_numpy(np.asarray(leaf)) if isinstance(leaf, _NUMPY) else leaf)
+        for name, leaf in found
+        if isinstance(leaf, (Tensor, int, float))
+        or (isinstance(leaf, _NUMPY) and leaf.dtype.kind in "biuf")
+    ]

@@ -95,7 +95,6 @@ class Weights:
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
         step: How many batches were handed out for training; 0 where another thread takes them.
         was_weighted: `weigh` was called for the gradients that were reduced last.
-        has_trained: A part of a batch was handed out for training since this was last unset.
 
     Args:
         go_on_with_fewer: Told of what can't be done on so many devices, and on how many it can,
@@ -113,7 +112,7 @@ class Weights:
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.present = Share()
-        self.lockstep = self.has_trained = False
+        self.lockstep = self._has_trained = False
         self._is_weighted = self.was_weighted = self._is_ahead = False
         self.step = 0
         self._open: dict[int, tuple[Share, bool]] = {}
@@ -158,7 +157,7 @@ class Weights:
         self._use_last()
         if not trains:
             return
-        self.has_trained |= not is_whole
+        self._has_trained |= not is_whole
         self._is_threaded = self._is_threaded or threading.get_ident() != self._thread
         self.step = 0 if self._is_threaded else self.step + 1
         self._settled = None
@@ -186,6 +185,11 @@ class Weights:
 
     def _use_last(self) -> None:
         self.present, self.lockstep = next(reversed(self._open.values()))
+
+    def take_trained(self) -> bool:
+        """Whether a part of a batch was handed out for training since this was last asked."""
+        has_trained, self._has_trained = self._has_trained, False
+        return has_trained
 
     # -- gradients --------------------------------------------------------------------------------
 

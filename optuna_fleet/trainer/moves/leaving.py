@@ -12,7 +12,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages, gathered
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.state import TrialState
+from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.wire import messages
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain
@@ -36,10 +36,12 @@ class Leaving:
 
     Attributes:
         held: What the trial goes on with, once it has left; on rank 0.
+        step: Before which it has left, within an epoch.
     """
 
-    def __init__(self, session: Session, state: TrialState, saver: Saver) -> None:
+    def __init__(self, session: Session, state: TrainingState, saver: Saver) -> None:
         self.held: Held | None = None
+        self.step: int | None = None
         self._session = session
         self._run = session.run
         self._state = state
@@ -74,6 +76,7 @@ class Leaving:
         (is_fit,) = map(bool, of_first_rank([is_fit]))
         if is_fit:
             self.held = Held(found, self._saver) if found else None
+            self.step = step
             self._session.unwind(Yielded)
         if self._run.rank == 0:
             self._session.send(MoveRefused(run_id=self._run.run_id))
