@@ -36,10 +36,10 @@ STARTS = {
     "trainer/session.py: Session.leave": "between",
 }
 RESTORING = (
-    "TrialState.go_on_with",
-    "TrialState._restore",
-    "TrialState.first_epoch",
-    "TrialState.first_step",
+    "TrainingState.go_on_with",
+    "TrainingState._restore",
+    "TrainingState.begin_loop",
+    "TrainingState.first_step",
 )
 
 
@@ -76,10 +76,15 @@ def restores(frame: Any) -> bool:
     return False
 
 
+def watch() -> Watch:
+    """Of this process; no variable of the objective's, at which a move would look."""
+    made: Watch = sys.__dict__.setdefault("watch", Watch())
+    return made
+
+
 def trains(trial: Any) -> float:
-    watch: Watch = sys.__dict__.setdefault("watch", Watch())  # of this process
     if trial.world_size == 2:
-        watch.begin_objective()
+        watch().begin_objective()
     model = torch.nn.Sequential(torch.nn.Linear(36, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.double().parameters(), lr=0.01, momentum=0.9)
     model, optimizer = trial.prepare(model, optimizer)
@@ -95,8 +100,8 @@ def trains(trial: Any) -> float:
             step = trial.state["step"] = trial.state.get("step", 0) + 1
             if trial.world_size == 1 and step == STEPS_BEFORE:
                 ask_to_move(trial)
-                sys.setprofile(watch.called)
-    trial.set_user_attr("phases", watch.phases)
+                sys.setprofile(watch().called)
+    trial.set_user_attr("phases", watch().phases)
     return 0.0
 
 

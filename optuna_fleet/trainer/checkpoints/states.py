@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,14 +42,16 @@ def load_state(thing: Any, state: dict[str, Any]) -> None:
         own.load_state_dict(state)
 
 
-@contextmanager
-def uncompiled(thing: Any) -> Iterator[Any]:
+def uncompiled(thing: Any) -> AbstractContextManager[Any]:
     """`thing`, with each compiled module in it, or it itself, replaced by what was compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # costs seconds to import
     if dynamo is None or not isinstance(thing, torch.nn.Module):
-        yield thing
-        return
-    kind = dynamo.OptimizedModule
+        return nullcontext(thing)
+    return _uncompiled(thing, dynamo.OptimizedModule)
+
+
+@contextmanager
+def _uncompiled(thing: torch.nn.Module, kind: type[Any]) -> Iterator[Any]:
     replaced = [
         (module._modules, name, part)
         for module in thing.modules()

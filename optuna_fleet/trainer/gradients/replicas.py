@@ -114,12 +114,17 @@ class Net:
 
     def sums(self) -> dict[str, list[float]]:
         """Of all that is compared: the sum, and that of absolute values; right after a check."""
-        return {one.name: one.numbers() for one in self._all(self._compared)}
+        found = self._all(self._compared)
+        return dict(zip([one.name for one in found], _numbers(found).tolist(), strict=True))
 
     def unlike(self, sums: Mapping[str, Sequence[float]]) -> list[str]:
         """What has other sums than `sums` has returned: what was restored is not what it was."""
         found = [one for one in (self._all() if sums else ()) if one.name in sums]
-        return [one.name for one in found if one.differs_from(*sums[one.name])]
+        return [
+            one.name
+            for one, (total, size) in zip(found, _numbers(found).tolist(), strict=True)
+            if abs(total - sums[one.name][0]) > one.tolerance * max(size, sums[one.name][1])
+        ]
 
     @torch.no_grad()
     def _all(self, found: list[_Sum] | None = None) -> list[_Sum]:
@@ -144,15 +149,12 @@ class _Sum:
     size: Tensor
     tolerance: float
 
-    def numbers(self) -> list[float]:
-        """The sum, and that of absolute values."""
-        numbers: list[float] = torch.stack([self.total, self.size]).nan_to_num().tolist()
-        return numbers
 
-    def differs_from(self, total: float, size: float) -> bool:
-        """Whether it is not what had these sums."""
-        own_total, own_size = self.numbers()
-        return abs(own_total - total) > self.tolerance * max(own_size, size)
+def _numbers(found: Sequence[_Sum]) -> Tensor:
+    """Of each its sum and that of absolute values, in a row."""
+    device = wire_device()
+    rows = [torch.stack([one.total, one.size]).to(device) for one in found]
+    return torch.stack(rows).nan_to_num() if rows else torch.empty(0, 2)
 
 
 def _apart(found: list[_Sum]) -> list[str]:
@@ -161,9 +163,7 @@ def _apart(found: list[_Sum]) -> list[str]:
         return ["the kinds and numbers of what was prepared, or is in trial.state,"]
     if not found:
         return []
-    device = wire_device()
-    totals = torch.stack([one.total.to(device) for one in found]).nan_to_num()
-    sizes = torch.stack([one.size.to(device) for one in found]).nan_to_num()
+    totals, sizes = _numbers(found).T
     extremes = torch.cat([totals, -totals, sizes])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     most, least, size = extremes.cpu().chunk(3)
@@ -204,28 +204,30 @@ def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
     return total.double(), size.double(), tolerance
 
 
-def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values(objects: Sequence[Any], state: dict[str, Any]) -> list[tuple[str, Any]]:
     """What causes that others come apart first: weights are the last."""
     named = [(f"{type(thing).__name__} ({i})", thing) for i, thing in enumerate(objects)]
     modules = [(name, thing) for name, thing in named if isinstance(thing, torch.nn.Module)]
     optimizers = [one for one in named if isinstance(one[1], torch.optim.Optimizer)]
+    found: list[tuple[str, Any]] = []
     for name, module in modules:
-        yield from ((f"{name}: {key}", buffer) for key, buffer in module.named_buffers())
-    yield from _leaves(state, "trial.state")
+        found += [(f"{name}: {key}", buffer) for key, buffer in module.named_buffers()]
+    found += _leaves(state, "trial.state")
     for name, optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
-            yield from _leaves(options, f"{name}: group {number}")
+            found += _leaves(options, f"{name}: group {number}")
     for name, thing in named:
         if not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
             with suppress(Exception):  # it can't be checkpointed either, which is told of
                 leaves = _leaves(thing.state_dict(), name)
-                yield from [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
+                found += [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
     for name, module in modules:
-        yield from ((f"{name}: {key}", param) for key, param in module.named_parameters())
+        found += [(f"{name}: {key}", param) for key, param in module.named_parameters()]
     for name, optimizer in optimizers:
         for place, own in enumerate(optimizer.state.values()):
-            yield from _leaves(own, f"{name}: state of parameter {place}")
+            found += _leaves(own, f"{name}: state of parameter {place}")
+    return found
 
 
 def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
