@@ -89,8 +89,7 @@ def trains(trial: Any) -> float:
     optimizer = torch.optim.SGD(model.double().parameters(), lr=0.01, momentum=0.9)
     model, optimizer = trial.prepare(model, optimizer)
     for _ in trial.epochs(1):
-        batches = trial.batches("train", batch_size=16, movable=True)
-        for step, (images, labels) in enumerate(batches):
+        for images, labels in trial.batches("train", batch_size=16, movable=True):
             if trial.world_size == 2:
                 sys.setprofile(None)
             loss = torch.nn.functional.cross_entropy(model(images.flatten(1)), labels)
@@ -98,6 +97,7 @@ def trains(trial: Any) -> float:
             loss.backward()
             optimizer.step()
             trial.totals["loss"] += loss.detach() * trial.shard_size
+            step = trial.state["step"] = trial.state.get("step", 0) + 1
             if trial.world_size == 1 and step == STEPS_BEFORE:
                 ask_to_move(trial)
                 sys.setprofile(watch().called)

@@ -231,10 +231,10 @@ def measure(fleet: Any, name: str, given: argparse.Namespace) -> None:
 
 
 def measure_beginnings(fleet: Any) -> None:
-    """Of one trial after the other, each in a process that has compiled nothing."""
-    for device, cache in enumerate(["empty", "filled"]):
-        legs = [Leg((device,), until_epoch=i + 1) for i in range(NUM_BEGINNINGS - 1)]
-        fleet.script = {0: [*legs, Leg((device,))]}
+    """Of one trial after the other, each in two processes that have compiled nothing."""
+    for devices, cache in {(0, 1): "empty", (2, 3): "filled"}.items():
+        legs = [Leg(devices, until_epoch=i + 1) for i in range(NUM_BEGINNINGS - 1)]
+        fleet.script = {0: [*legs, Leg(devices)]}
         study = optuna.create_study()
         study.optimize(begins, n_trials=1, executor=fleet)
         first, *others = study.trials[0].user_attrs["took_s"]

@@ -73,14 +73,21 @@ def _has_compiled(dynamo: Any) -> bool:
 
 
 def _is_of_use(dynamo: Any) -> bool:
-    """Whether none of it is for classes or functions that are gone, or torch does not say.
+    """Whether what was compiled can be used again, or torch does not say.
 
-    Such code counts all the same where torch limits how often it compiles a function.
+    Torch limits how often it compiles a function, beyond that it does not. What was compiled for
+    classes that are gone, or hooks, counts too.
     """
     try:
+        limit = dynamo.config.recompile_limit
         entries_of = dynamo.eval_frame._debug_get_cache_entry_list
         codes = [known() for known in dynamo.convert_frame.input_codes.seen]
-        guards = [entry.guard_manager for code in codes if code for entry in entries_of(code)]
+        guards = [[entry.guard_manager for entry in entries_of(code)] for code in codes if code]
     except AttributeError:
         return False
-    return not any(type(guard).__name__ == "DeletedGuardManagerWrapper" for guard in guards)
+    is_near = any(len(of_one) > limit // 2 for of_one in guards)
+    return not is_near and not any(
+        type(guard).__name__ == "DeletedGuardManagerWrapper"
+        for of_one in guards
+        for guard in of_one
+    )

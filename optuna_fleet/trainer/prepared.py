@@ -53,9 +53,9 @@ class Prepared:
                 thing.to(self._parts.device)
         for thing in objects:
             self._check(thing)
-            self._state.add(thing)
+            is_restored = self._state.add(thing)
             if isinstance(thing, torch.nn.Module):
-                self._add_module(thing)
+                self._add_module(thing, is_same=is_restored)
 
     def _check(self, thing: Any) -> None:
         has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
@@ -73,11 +73,12 @@ class Prepared:
             _check_initialised(thing)
             self._wrappers.check(thing)
 
-    def _add_module(self, module: torch.nn.Module) -> None:
+    def _add_module(self, module: torch.nn.Module, *, is_same: bool) -> None:
         self.modules.append(module)
         if group_size() > 1:
             check_same(module)
-            make_same(module)
+            if not is_same:
+                make_same(module)
         batchnorm.begin(self._parts.weights)
         self._parts.reducer.watch(module)
         begin_with(module)

@@ -166,18 +166,19 @@ class TrainingState:
         self.user.update(copy.deepcopy(saved.state))
         self._session.reports.begin_with(saved.history)
 
-    def add(self, thing: Any) -> None:
-        """An object was prepared."""
+    def add(self, thing: Any) -> bool:
+        """An object was prepared; return whether it was restored, as on all ranks."""
         self.objects.append(thing)
         if self._saved is not None:
-            self._restore(thing, len(self.objects) - 1, self._saved)
-        elif isinstance(thing, torch.optim.Optimizer) and thing.state:
+            return self._restore(thing, len(self.objects) - 1, self._saved)
+        if isinstance(thing, torch.optim.Optimizer) and thing.state:
             thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
+        return False
 
-    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> None:
+    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> bool:
         if position >= len(saved.objects):
             if self._position.loop >= saved.loop:
-                return  # made after the loop that was checkpointed
+                return False  # made after the loop that was checkpointed
             raise TrialError(
                 "trial.prepare() was called with more objects than when trial "
                 f"{self._session.run.number} was checkpointed ({len(saved.objects)}): an "
@@ -187,12 +188,13 @@ class TrainingState:
         num_groups = len(state.get("param_groups", ()))
         groups = getattr(thing, "param_groups", None)
         if groups is not None and len(groups) < num_groups:
-            return  # they were added later: see `_restore_all`
+            return False  # they were added later: see `_restore_all`
         is_module = isinstance(thing, torch.nn.Module)
         if is_module and names_in(thing) != state.keys():
-            return  # it was changed between here and the loop (pruned, say), and will be again
+            return False  # it was changed from here to the loop (pruned, say), and will be again
         # Modules copy it; optimizers keep what they get.
         load_state(thing, state if is_module else copy.deepcopy(state))
+        return True
 
     def begin_loop(self) -> int | None:
         """A loop over epochs begins; return its first one, or None if it was done before."""

@@ -53,9 +53,9 @@ class FleetTrial(RemoteTrial):
     def is_resumed(self) -> bool:
         """Whether the objective has run before in this trial, which goes on from where it was.
 
-        Trackers then resume what they began: ``wandb.init(id=name, resume="must" if
-        trial.is_resumed else "never")``. False where a trial begins, and where one that died
-        before its first checkpoint begins again.
+        After a move, or a death: what is to happen once (the start of a log) comes under
+        ``if not trial.is_resumed``. False where a trial begins, and where one that died before its
+        first checkpoint begins again.
         """
         return self._session.run.resumes and self._training.is_resumed
 
