@@ -17,7 +17,7 @@ from optuna_fleet.events import Model
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.records import flights_of
-from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.gradients.collectives import gather
 from tests.fleets import Leg, await_trainers, fleet_of, small_model, small_pipeline, train
 from tests.layer_clock import Taking, emulated
 

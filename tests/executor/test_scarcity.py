@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.main import Trainer
 from optuna_fleet.trainer.session import Session
@@ -168,6 +168,12 @@ def run_of(folder: Path, **more: Any) -> RunTrial:
     )
 
 
+def captured(*, epoch: int) -> Captured:
+    return checkpoint.captured(
+        checkpoint.Checkpoint(loop=1, epoch=epoch, objects=[], state={}, rng=[], history={})
+    )
+
+
 @pytest.fixture
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("can't start new thread")
@@ -179,8 +185,7 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
 ) -> None:
     run = run_of(tmp_path)
     saver = Saver(Session(None, run))
-    content = checkpoint.Checkpoint(loop=1, epoch=1, objects=[], state={}, rng=[], history={})
-    saver.save(lambda: content)
+    saver.save(captured(epoch=1))
     assert saver.finish()
     assert (tmp_path / "study" / "trial-0.1-1.0123abcd-0.pt").exists()
 
@@ -188,38 +193,34 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
 def test_the_best_is_where_the_checkpoint_that_tells_of_it_is(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     saver = Saver(Session(None, run))
-    content = checkpoint.Checkpoint(loop=1, epoch=4, objects=[], state={}, rng=[], history={})
-    saver.keep_best(lambda: content)  # in the epoch before, of which no end is known yet
-    saver.save(lambda: replace(content, epoch=3))
+    saver.keep_best(lambda: captured(epoch=4))  # before that epoch's end is known
+    saver.save(captured(epoch=3))
     assert saver.finish()
     names = {path.name for path in (tmp_path / "study").iterdir()}
     assert names == {"trial-0.1-3.0123abcd-0.pt", "trial-0.1-3.0123abcd-0.best.pt"}
 
 
-def fails() -> checkpoint.Checkpoint:
+def fails() -> Captured:
     raise MemoryError
 
 
-@pytest.mark.parametrize("other", [Saver.keep_best, Saver.can_copy])
+@pytest.mark.parametrize("other", [Saver.keep_best, Saver.captured])
 @pytest.mark.parametrize("is_before", [False, True])
 def test_a_checkpoint_is_as_good_whatever_else_could_not_be_copied(
     tmp_path: Path, other: Callable[..., object], is_before: bool
 ) -> None:
     saver = Saver(Session(None, run_of(tmp_path)))
-    content = checkpoint.Checkpoint(loop=1, epoch=1, objects=[], state={}, rng=[], history={})
     if is_before:
         other(saver, fails)
         assert saver.finish()  # as on a rank that writes no checkpoints itself
-    saver.save(lambda: content)
+    saver.save(captured(epoch=1))
     if not is_before:
         other(saver, fails)
     assert saver.finish()
 
 
 def test_a_checkpoint_that_could_not_be_copied_is_none(tmp_path: Path) -> None:
-    saver = Saver(Session(None, run_of(tmp_path)))
-    saver.save(fails)
-    assert not saver.finish()
+    assert Saver(Session(None, run_of(tmp_path))).captured(fails) is None
 
 
 def test_a_trainer_without_a_thread_for_its_heartbeats_gives_its_trial_back(

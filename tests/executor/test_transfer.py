@@ -20,7 +20,7 @@ import pytest
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder, is_shared, mark
-from optuna_fleet.exceptions import RetryableError, TrainerLostError
+from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.executor.call import launcher
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.config import AgentOptions
@@ -381,26 +381,5 @@ def test_ranks_that_share_no_disk_resume_together(
     with fleet_of(devices=2) as executor:  # in a private folder
         executor.script = {0: [Leg((0,), 2), Leg((0, 1), 4), Leg((1,))]}
         study.optimize(train, n_trials=1, executor=executor)
-    assert requests.count(Get) == 3
+    assert requests.count(Get) == 1  # who has it in memory reads nothing; one reads for all
     check_same(study, undisturbed)
-
-
-def reads_nothing_once(trial: Any) -> float:
-    """On the device where it runs alone, the next run finds its newest checkpoint damaged."""
-    if trial.world_size == 1:
-        read = RunFiles.read
-
-        def damaged(files: RunFiles, path: str) -> Any:
-            RunFiles.read = read  # type: ignore[method-assign]
-            raise CheckpointError("damaged")
-
-        RunFiles.read = damaged  # type: ignore[method-assign]
-    return train(trial, epochs=3)
-
-
-def test_ranks_never_resume_from_unlike_checkpoints(tmp_path: Path) -> None:
-    study = optuna.create_study()
-    with fleet_of(devices=2) as executor:
-        executor.script = {0: [Leg((1,), 1), Leg((0, 1))]}
-        with pytest.raises(TrainerLostError, match="did not all read the same checkpoint"):
-            study.optimize(reads_nothing_once, n_trials=1, executor=executor)

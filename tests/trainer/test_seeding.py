@@ -76,7 +76,7 @@ def loader_of(
         net=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
         totals=Totals(weights, device, lambda own: [own]),
     )
-    within = WithinEpoch(parts, none, none)
+    within = WithinEpoch(parts, none, none, none)
     loader = ShardLoader(parts, client, modules, within, None)
     return loader, position
 

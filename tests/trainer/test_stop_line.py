@@ -81,9 +81,7 @@ class Run:
             rank.mail.append(order)
 
     def ask(self, *, saves: bool) -> None:
-        self._found.saves = saves
-        if not self._found.is_asked:
-            self._found.ask(range(len(self.ranks)))
+        if self._found.ask(range(len(self.ranks)), saves=saves):
             self._send(None)
 
 
@@ -120,7 +118,7 @@ def test_all_ranks_are_saved_and_stop_at_the_same_steps(
 def test_who_leaves_is_not_waited_for() -> None:
     line = runs.StopLine()
     assert line.take(0) is None  # nobody is asked
-    line.ask(range(3))
+    line.ask(range(3), saves=False)
     assert line.take(0, (1, 0, 5)) is None
     assert line.take(2) is None
     assert line.take(2) is None
