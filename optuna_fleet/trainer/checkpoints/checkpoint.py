@@ -144,7 +144,41 @@ def _check_loadable(data: Bytes) -> None:
 
 def unpacked(data: Bytes, device: str = "cpu") -> Checkpoint:
     """The checkpoint in what `captured` has made, with its tensors on that device."""
-    return Checkpoint(**torch.load(io.BytesIO(data), map_location=device, weights_only=True))
+    file: Any = _Reader(data)
+    return Checkpoint(**torch.load(file, map_location=device, weights_only=True))
+
+
+class _Reader(io.RawIOBase):
+    """Reads bytes where they are: `io.BytesIO` would copy all of them."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def readable(self) -> bool:
+        """As of all files."""
+        return True
+
+    def seekable(self) -> bool:
+        """Likewise."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Likewise."""
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Likewise."""
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        self._at = begin + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Likewise."""
+        return self._at
 
 
 @contextmanager
