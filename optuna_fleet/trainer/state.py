@@ -7,7 +7,7 @@ That is what was prepared and what its ``state_dict`` leaves out, ``trial.state`
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -192,8 +192,7 @@ class TrainingState:
         is_module = isinstance(thing, torch.nn.Module)
         if is_module and names_in(thing) != state.keys():
             return False  # it was changed from here to the loop (pruned, say), and will be again
-        # Modules copy it; optimizers keep what they get.
-        load_state(thing, state if is_module else copy.deepcopy(state))
+        load_state(thing, _kept(thing, state))
         return True
 
     def begin_loop(self) -> int | None:
@@ -237,11 +236,13 @@ class TrainingState:
         for position, thing in enumerate(self.objects[: len(saved.objects)]):
             if isinstance(thing, torch.optim.Optimizer):
                 add_groups(thing, saved.remainder[position], self.objects)
-            load_state(thing, saved.objects[position])
+            load_state(thing, _kept(thing, saved.objects[position]))
             restore_remainder(thing, saved.remainder[position])
-            saved.objects[position] = saved.remainder[position] = {}  # their memory is needed
-        restore_into(self.user, saved.state, self.objects)
+        restore_into(self.user, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
+        # Its memory is needed.
+        nothing = [dict[str, Any]() for _ in saved.objects]
+        self._saved = replace(saved, objects=nothing, remainder=[], state={}, rng=[], totals=[])
         if names := self._net.unlike(saved.sums):
             self._session.warn(_NOT_RESTORED.format(names=", ".join(names[:3])))
 
@@ -260,6 +261,11 @@ class TrainingState:
                 f"returned after {self._position.loop}: it must make the same loops each time, "
                 "and none within another."
             )
+
+
+def _kept(thing: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Modules copy their state; optimizers keep what they get."""
+    return state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state)
 
 
 _NOT_RESTORED = (

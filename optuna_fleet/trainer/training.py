@@ -152,9 +152,9 @@ class Training:
         join_group_of(self._run, self.device.type)
         if not self._run.resumes:
             return
-        data = collectives.broadcast(held.data if held else b"")
-        if data:
-            self._kept.go_on_with(content or unpacked(data), self.device)
+        file = collectives.broadcast(held.file if held else None)
+        if file is not None:
+            self._kept.go_on_with(content or unpacked(file), self.device)
 
     def _newest(self) -> tuple[Captured | None, Checkpoint | None]:
         found, problems = self.saver.newest()

@@ -144,7 +144,7 @@ def test_a_copy_does_not_follow_the_training() -> None:
     weight += 1
     losses.append(2.0)
     raw += b"b"
-    copy = checkpoint.unpacked(held.data)
+    copy = checkpoint.unpacked(held.file)
     assert copy.objects[0]["w"].tolist() == [0.0, 0.0]
     assert copy.state == {"l": [1.0], "r": b"a"}
 
@@ -163,7 +163,7 @@ def test_tensors_of_the_state_come_back_where_they_were() -> None:
 def test_one_tensor_in_two_places_stays_one() -> None:
     weight = torch.ones(2)
     held = checkpoint.captured(make(objects=[{"a": weight, "b": weight}], state={"c": weight}))
-    copy = checkpoint.unpacked(held.data)
+    copy = checkpoint.unpacked(held.file)
     copy.objects[0]["a"].add_(1)
     assert copy.objects[0]["b"].tolist() == copy.state["c"].tolist() == [2.0, 2.0]
 

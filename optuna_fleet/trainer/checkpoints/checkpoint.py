@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _codecs
-import io
 import math
 import os
 import pickle
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,11 +21,11 @@ from torch.utils import _pytree as pytree
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import set_rng_state
 from optuna_fleet.trainer.splitting import tracked
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
 Read = Callable[[Any], bytes | bytearray]
 
 _PLAIN_TYPES = (
@@ -83,12 +82,12 @@ class Captured:
     """A checkpoint as it is handed over, and written: nothing changes it any more.
 
     Attributes:
-        data: What `unpacked` takes.
+        file: What `unpacked` takes.
         position: How far the trial is in it.
         epoch: The epoch to go on with.
     """
 
-    data: Bytes
+    file: MemoryFile
     position: tuple[int, ...]
     epoch: int
 
@@ -105,10 +104,10 @@ def captured(checkpoint: Checkpoint) -> Captured:
     content["on_device"] = _on_device(checkpoint.state)
     try:
         content["state"] = pytree.tree_map_only(torch.Tensor, _compact, checkpoint.state)
-        data = _packed(content)
+        file = _packed(content)
     except Exception:  # something has to be converted, or can't be kept: say what
-        data = _packed(content | _portable_parts(checkpoint))
-    return Captured(data, checkpoint.position, checkpoint.epoch)
+        file = _packed(content | _portable_parts(checkpoint))
+    return Captured(file, checkpoint.position, checkpoint.epoch)
 
 
 def _portable_parts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -120,20 +119,20 @@ def _portable_parts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _packed(content: dict[str, Any]) -> memoryview:
-    buffer = io.BytesIO()
+def _packed(content: dict[str, Any]) -> MemoryFile:
+    file = MemoryFile()
     with _without_crc():
-        torch.save(content, buffer)
-    _check_loadable(buffer.getbuffer())
-    return buffer.getbuffer()
+        torch.save(content, file.path)
+    _check_loadable(file)
+    return file
 
 
-def _check_loadable(data: Bytes) -> None:
+def _check_loadable(file: MemoryFile) -> None:
     try:
         try:
-            unpacked(data, "meta")  # reads no numbers
+            unpacked(file, "meta")  # reads no numbers
         except RuntimeError:  # sparse tensors need theirs
-            unpacked(data)
+            unpacked(file)
     except pickle.UnpicklingError as error:
         why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         raise CheckpointError(
@@ -142,43 +141,13 @@ def _check_loadable(data: Bytes) -> None:
         ) from error
 
 
-def unpacked(data: Bytes, device: str = "cpu") -> Checkpoint:
-    """The checkpoint in what `captured` has made, with its tensors on that device."""
-    file: Any = _Reader(data)
-    return Checkpoint(**torch.load(file, map_location=device, weights_only=True))
+def unpacked(file: MemoryFile, device: str = "cpu") -> Checkpoint:
+    """The checkpoint in what `captured` has made, with its tensors on that device.
 
-
-class _Reader(io.RawIOBase):
-    """Reads bytes where they are: `io.BytesIO` would copy all of them."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = memoryview(data)
-        self._at = 0
-
-    def readable(self) -> bool:
-        """As of all files."""
-        return True
-
-    def seekable(self) -> bool:
-        """Likewise."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Likewise."""
-        part = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Likewise."""
-        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        self._at = begin + offset
-        return self._at
-
-    def tell(self) -> int:
-        """Likewise."""
-        return self._at
+    On the CPU they are not copied: one that is kept keeps all of the file.
+    """
+    loaded = torch.load(file.path, map_location=device, mmap=device == "cpu", weights_only=True)
+    return Checkpoint(**loaded)
 
 
 @contextmanager
@@ -217,7 +186,7 @@ def write(file: IO[bytes], content: Captured, owner: Owner) -> None:
     """
 
     def put(payload: IO[bytes]) -> None:
-        payload.write(content.data)
+        payload.write(content.file.data)
 
     checkpoint_file.write(file, put, owner=owner, epoch=content.epoch)
 
@@ -271,14 +240,15 @@ def load(
     """
     payload = checkpoint_file.verified(path, read(path), owner)
     try:
-        content = unpacked(payload)
+        file = MemoryFile.of(payload)
+        content = unpacked(file)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"The checkpoint {path} has in it what torch can't load here: {ADVICE}."
         ) from error
     if parameters is not None:
         _check_parameters(path, content.parameters, parameters)
-    return Found(Captured(payload, content.position, content.epoch), content)
+    return Found(Captured(file, content.position, content.epoch), content)
 
 
 def _check_parameters(

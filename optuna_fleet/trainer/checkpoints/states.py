@@ -112,7 +112,7 @@ def restore_remainder(thing: Any, saved: dict[str, Any]) -> None:
         if parameter.requires_grad is (name in frozen):
             parameter.requires_grad_(name not in frozen)
         if name in gradients:
-            parameter.grad = gradients[name].to(parameter.device)
+            parameter.grad = gradients[name].to(parameter.device, copy=True)
     for name, buffer in _unsaved_buffers(thing).items():
         if name in saved.get("buffers", {}):
             with torch.no_grad():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import (
     check_agreement,
     group_size,
@@ -103,20 +104,21 @@ def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
     return [torch.load(io.BytesIO(d), map_location=where, weights_only=True) for d in data]
 
 
-def broadcast(own: bytes | bytearray | memoryview) -> memoryview:
-    """The bytes that rank 0 gives, on every rank; all must call it."""
+def broadcast(own: MemoryFile | None) -> MemoryFile | None:
+    """What rank 0 gives, if anything, on every rank; all must call it."""
     if group_size() == 1:
-        return memoryview(own)
-    (size,) = of_first_rank([len(own)])
-    data = memoryview(own if dist.get_rank() == 0 else bytearray(size))
-    if data.readonly:  # torch wants to be able to write
-        data = memoryview(bytearray(data))
+        return own
+    (size,) = of_first_rank([len(own.data) if own else 0])
+    if not size:
+        return None
+    file = own or MemoryFile(size)
+    data = file.data
     for begin in range(0, size, _MESSAGE_BYTES):
         part = torch.frombuffer(data[begin : begin + _MESSAGE_BYTES], dtype=torch.uint8)
         sent = part.to(wire_device())
         dist.broadcast(sent, src=0)
         part.copy_(sent)
-    return data
+    return file
 
 
 def one_number(value: Any, name: str) -> Tensor:

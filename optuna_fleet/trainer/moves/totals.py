@@ -106,7 +106,7 @@ class Totals:
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _added(parts: Sequence[Sums]) -> Sums:
