@@ -24,15 +24,15 @@ from functools import partial
 
 from paper_models import BATCH_SIZE, SPEEDS, cluster, layers_of
 
-from optuna_fleet.alloc.layouts.contention import partitions_under_load
-from optuna_fleet.alloc.layouts.distribution import (
+from optuna_fleet.virtual_workers.layouts.contention import partitions_under_load
+from optuna_fleet.virtual_workers.layouts.distribution import (
     Workers,
     equal_distribution,
     hybrid_distribution,
     node_partition,
 )
-from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
-from optuna_fleet.alloc.partition import (
+from optuna_fleet.virtual_workers.layouts.servers import Servers, sync_seconds
+from optuna_fleet.virtual_workers.partition import (
     Layers,
     Link,
     Links,
@@ -42,8 +42,8 @@ from optuna_fleet.alloc.partition import (
     best_partition,
     largest_in_flight,
 )
-from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers, WorkersOutcome
-from optuna_fleet.wsp.schedules import WaveSynchronous
+from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
+from optuna_fleet.virtual_workers.wsp.schedules import WaveSynchronous
 
 HOROVOD = {"VGG-19": (164, 205, 265, 339), "ResNet-152": (233, 353, 415, None)}
 """Horovod on 4, 8, 12, 16 devices (Table 4), images/s."""

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from optuna_fleet.alloc.partition import Layers, StageDevice
+from optuna_fleet.virtual_workers.partition import Layers, StageDevice
 
 BATCH_SIZE = 32
 _FLOAT_BYTES = 4

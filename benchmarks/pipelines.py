@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
-from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
+from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
 
 NUM_LAYERS = 6
 STEPS = {True: 12, False: 40}  # with flushes, without

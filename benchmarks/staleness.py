@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.wsp.schedules import WaveSynchronous
-from tests.trainer.in_process import Blueprint, InProcess, Workers
+from optuna_fleet.virtual_workers.wsp.schedules import WaveSynchronous
+from tests.virtual_workers.in_process import Blueprint, InProcess, Workers
 
 BATCH_SIZE, IN_FLIGHT, NUM_EPOCHS, FALLS_AFTER = 32, 4, 57, 40
 RATES = (0.02, 0.04, 0.08, 0.16, 0.32)

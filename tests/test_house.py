@@ -50,7 +50,10 @@ def at_import_time(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("library", "rooms"),
     [
-        ("torch", ("trainer", "pipeline", "checkpoints", "integrations")),
+        (
+            "torch",
+            ("trainer", "pipeline", "checkpoints", "integrations", "virtual_workers.engine"),
+        ),
         ("mip", ("alloc",)),
         (
             "optuna",
@@ -81,6 +84,10 @@ def test_a_library_is_imported_only_in_its_rooms(library: str, rooms: tuple[str,
         "alloc",
         "replay",
         "executor.deciding",
+        "virtual_workers.wsp",
+        "virtual_workers.partition",
+        "virtual_workers.layouts",
+        "virtual_workers.simulator",
     ],
 )
 def test_what_decides_does_no_io(room: str) -> None:
@@ -89,6 +96,15 @@ def test_what_decides_does_no_io(room: str) -> None:
     assert within
     for module in set(within) - {"optuna_fleet.alloc.isolation"}:
         assert not imported(MODULES[module]) & doing, module
+
+
+def test_virtual_workers_have_one_seam() -> None:
+    """What others have of them: a pipeline, what makes it, and its state as that of one model."""
+    room = "optuna_fleet.virtual_workers"
+    others = [path for module, path in MODULES.items() if not module.startswith(room)]
+    used = {name for path in others for name in imported(path) if name in MODULES}
+    seam = {f"{room}.{name}" for name in ("engine.pipeline", "engine.staging", "engine.whole")}
+    assert {name for name in used if name.startswith(room)} <= seam
 
 
 def test_no_import_cycles() -> None:

@@ -28,10 +28,10 @@ from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.moves.totals import Totals
-from optuna_fleet.trainer.pipeline_parallel.whole import WholeModel
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.virtual_workers.engine.whole import WholeModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,14 @@ from optuna_fleet.trainer.moves.leaving import Held, Leaving
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
-from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
+from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
+from optuna_fleet.virtual_workers.engine.staging import make_pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
 from optuna_fleet.wire.packing import unpack

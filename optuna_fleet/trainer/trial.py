@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from optuna_fleet.trainer.data.shards import Shards
     from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.moves.totals import Totals
-    from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
     from optuna_fleet.trainer.training import Training
+    from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
 
 
 class FleetTrial(RemoteTrial):

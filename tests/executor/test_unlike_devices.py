@@ -17,8 +17,8 @@ from torch import nn
 from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.trainer.gradients import collectives
 from tests.executor.test_device_faults import own_device
-from tests.executor.test_pipelines import BATCH, momentum, result, trains
 from tests.fleets import fleet_of, train
+from tests.virtual_workers.test_pipelines import BATCH, momentum, result, trains
 
 LINEAR = 3 * 8 * 36 * 37  # bytes of a layer's weights, gradients and momenta
 OPTIONS = {"in_flight": 4, "virtual_workers": 1}

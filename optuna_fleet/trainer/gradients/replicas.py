@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
-from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages
+from optuna_fleet.virtual_workers.engine.whole import are_in_stages
 
 _NUMPY = (np.ndarray, np.generic)
 _MESSAGE_BYTES = 25 * 2**20

@@ -10,9 +10,9 @@ from optuna_fleet.events import MoveRefused
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import of_first_rank
-from optuna_fleet.trainer.pipeline_parallel.whole import are_in_stages, gathered
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.state import TrainingState
+from optuna_fleet.virtual_workers.engine.whole import are_in_stages, gathered
 from optuna_fleet.wire import messages
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain

@@ -1,0 +1,75 @@
+"""Batches that are not trained on: they follow each other through a pipeline without a wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+
+from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.nested import to_device
+from optuna_fleet.virtual_workers.engine.microbatches import num_samples
+from optuna_fleet.virtual_workers.engine.placing import Placed
+from optuna_fleet.virtual_workers.engine.stage_messages import Activations, Message
+from optuna_fleet.virtual_workers.wsp.schedules import Tag
+
+Metric = Callable[[Any, Any], Any]
+_SAMPLES = "number of samples"
+_EVALUATED = 0  # in place of a minibatch's number
+
+
+def is_evaluated(message: Message) -> TypeGuard[Activations]:
+    """Whether it comes from a stage that does not train."""
+    return isinstance(message, Activations) and message.number == _EVALUATED
+
+
+class Evaluation:
+    """Sums over samples; virtual workers take batches in turn."""
+
+    def __init__(self, metric: Metric, device: torch.device) -> None:
+        self._metric = metric
+        self._device = device
+        # Of layers that draw when they are evaluated; alike on all ranks, and another each time.
+        self._seed = int(torch.randint(2**31, (), device="cpu"))
+        self._sums: dict[str, float] = {}
+        self._num_batches = 0
+
+    def add(self, placed: Placed, inputs: Any, targets: Any) -> None:
+        """This stage's part in a batch."""
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        if number % placed.num_workers != placed.address.worker:
+            return
+        with placed.naming_errors(), placed.noise.of(self._seed, number):
+            if placed.is_first:
+                values = to_device(inputs, self._device)
+            else:
+                assert placed.edges is not None
+                received = placed.edges.receive()
+                if not is_evaluated(received):
+                    raise placed.parted(received, "trains", "evaluates")
+                values = received.values
+            output = placed.part(values)
+            if placed.is_last:
+                self._measure(output, targets, num_samples(inputs))
+            else:
+                assert placed.edges is not None
+                sent = Activations(number=_EVALUATED, tag=Tag(0, 0), values=output)
+                placed.edges.send(placed.address, placed.next_stage(), sent)
+
+    def _measure(self, output: Any, targets: Any, size: int) -> None:
+        found = self._metric(output, to_device(targets, self._device))
+        named = found if isinstance(found, dict) else {"": found}
+        for name, value in {**named, _SAMPLES: 1.0}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value) * size
+
+    def means(self) -> Any:
+        """Of all batches, on every rank; all must call it."""
+        sums: dict[str, float] = {}
+        for own in collectives.gather(self._sums):
+            for name, total in own.items():
+                sums[name] = sums.get(name, 0.0) + total
+        size = sums.pop(_SAMPLES, 0.0)
+        means = {name: total / size for name, total in sums.items()}
+        return means.get("", math.nan) if means.keys() <= {""} else means

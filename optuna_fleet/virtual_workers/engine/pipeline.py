@@ -1,0 +1,352 @@
+"""What `FleetTrial.pipeline` returns: a model that is trained in stages, one on each device."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.nested import to_device
+from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.virtual_workers.engine.column_sums import Meeting
+from optuna_fleet.virtual_workers.engine.construction import Construction
+from optuna_fleet.virtual_workers.engine.evaluation import Evaluation, Metric, is_evaluated
+from optuna_fleet.virtual_workers.engine.microbatches import Microbatch, microbatches
+from optuna_fleet.virtual_workers.engine.passes import Loss
+from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
+from optuna_fleet.virtual_workers.engine.placing import Need, Placed, memory_of_device, place
+from optuna_fleet.virtual_workers.engine.stage import PassDone, PipelineStage
+from optuna_fleet.virtual_workers.engine.stage_messages import Inputs, Targets
+from optuna_fleet.virtual_workers.engine.stage_placement import Demand, blocks_of, memory_of
+from optuna_fleet.virtual_workers.engine.tied import shared_bytes
+from optuna_fleet.virtual_workers.engine.updates import SgdRule
+from optuna_fleet.virtual_workers.engine.versions import VersionedWeights, Weights
+from optuna_fleet.virtual_workers.engine.whole import HeldModel, WholeModel, WholeOptimizer
+from optuna_fleet.virtual_workers.wsp.turns import Pass, Turn
+
+
+class Pipeline:
+    """A model in stages, one on each of the trial's devices; `FleetTrial.pipeline` makes one.
+
+    All ranks call its methods alike. The first batch decides which layers are where: their times
+    and memory are measured with it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        options: PipelineOptions,
+        parts: Parts,
+        need: Need,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._options = options
+        self._parts = parts
+        self._need = need
+        self._names = tuple(name for name, _ in model.named_parameters())
+        self._holding = HeldModel(model, optimizer)
+        self._holding.settle = self.flush
+        if not options.is_flushed:
+            SgdRule(optimizer, ())  # refuses others
+        self._own: Construction | None = None
+        self._stage: PipelineStage | None = None
+        self._num_before = 0  # batches, before this stage was made
+        self._num_begun = 0  # of this virtual worker's minibatches, since then
+        self._losses: deque[Tensor] = deque()
+        self._progress = _Progress(self, model)
+        self.objects = (WholeModel(self._holding), WholeOptimizer(self._holding), self._progress)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of each virtual worker; of the first, where these differ.
+
+        Before the first batch the number of devices that the trial has.
+        """
+        return group_size() if self._own is None else len(self._own.placed.placement.ranks[0])
+
+    @property
+    def num_virtual_workers(self) -> int:
+        """Pipelines that share each batch; 1 before the first."""
+        return 1 if self._own is None else self._own.placed.num_workers
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers that the first virtual worker's stages begin with, but for its first stage.
+
+        Empty before the first batch.
+        """
+        return () if self._own is None else self._own.placed.placement.cuts[0]
+
+    def check_beside(self, objects: Iterable[Any]) -> None:
+        """Refuse what can't be prepared beside it.
+
+        Raises:
+            FleetConfigError: It trains as well, or is this pipeline's own.
+        """
+        for thing in objects:
+            if isinstance(thing, nn.Module) or thing is self._optimizer:
+                raise FleetConfigError(
+                    f"trial.prepare() was given a `{type(thing).__name__}` after "
+                    "trial.pipeline(), which has prepared its model and optimizer; only "
+                    "schedulers and the like can be prepared beside it."
+                )
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any) -> Tensor | None:
+        """Train on a batch; every rank gives the whole one.
+
+        Args:
+            inputs: Of the first layer: a tensor, or dicts, lists and tuples of tensors, whose
+                first dimension counts samples.
+            targets: What the loss function gets with the model's output; likewise.
+
+        Returns:
+            The batch's loss, on every rank. Without flushes that of the batch which is `in_flight`
+            steps back, and None while there is none. None with a clock distance, as no rank knows
+            all virtual workers' part: `flush` returns them.
+
+        Raises:
+            FleetConfigError: The devices have too little memory.
+        """
+        self._parts.session.check()
+        self._parts.weights.begin("pipeline.step")
+        own = self._place(inputs, targets)
+        self._holding.heed_groups()
+        with own.placed.naming_errors():
+            if own.rule is None:
+                return self._step_and_flush(own, inputs, targets)
+            own.rule.foresee()
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+            number, worker = own.placed.num_workers, own.placed.address.worker
+            part = next(islice(microbatches(inputs, targets, number), worker, None))
+            self._give(own, part, part.weight * number)
+            self._run(own, lambda stage: stage.started >= self._num_begun)
+            is_alone = self._options.clock_distance is None
+            is_known = is_alone and self._num_begun > self._options.in_flight
+            return self._losses.popleft() if is_known else None
+
+    def flush(self) -> list[Tensor]:
+        """Train to their end the batches that are in flight, and return their losses.
+
+        With a clock distance those of all batches since the last time. There are none with
+        flushes. Evaluation, and an epoch's end, do so too: losses that nobody has asked for are
+        forgotten then.
+        """
+        own, stage = self._own, self._stage
+        if own is None or stage is None:
+            return []
+        self._parts.session.count()
+        placed = own.placed
+        with placed.naming_errors(), torch.no_grad():
+            if placed.columns is not None:
+                placed.columns.meet(Meeting.FLUSH)
+                own.agreement.take(placed.columns.add(own.agreement.rest()))
+            if own.rule is None:
+                return []
+            self._run(own, lambda stage: stage.completed >= self._num_begun)
+            if placed.num_workers > 1:
+                self._settle(own, stage.weights)
+            own.agreement.take(stage.weights.latest())
+            losses = self._of_all_workers(placed)
+            self.begin_anew(self.num_batches)  # as a trial does that goes on elsewhere
+            self._host(own)
+        return losses
+
+    @property
+    def num_batches(self) -> int:
+        """How many have been trained on."""
+        return self._num_before + self._num_begun // (len(self._own.parts) if self._own else 1)
+
+    def begin_anew(self, num_batches: int) -> None:
+        """The weights are those after so many batches, and none is in flight."""
+        self._stage = None
+        self._num_before, self._num_begun = num_batches, 0
+        self._losses.clear()
+
+    def _step_and_flush(self, own: Construction, inputs: Any, targets: Any) -> Tensor:
+        if own.placed.columns is not None:
+            own.statistics.begin()
+        own.placed.ties.heed()
+        parts = list(microbatches(inputs, targets, self._options.in_flight))
+        for part in parts[own.parts.start : own.parts.stop]:
+            self._give(own, part, part.weight)
+        self._run(own, lambda stage: stage.completed >= self._num_begun)
+        loss = functools.reduce(torch.add, self._losses)
+        self._losses.clear()
+        if own.placed.columns is not None:
+            loss = own.placed.columns.add_loss(loss)
+        return loss
+
+    def _give(self, own: Construction, part: Microbatch, weight: float) -> None:
+        if self._stage is None:
+            self._stage = own.stage(self._note)
+        self._num_begun += 1
+        number, device = self._num_begun, self._parts.device
+        if own.placed.is_first:
+            self._stage.receive(Inputs(number=number, values=to_device(part.inputs, device)))
+        if own.placed.is_last:
+            values = to_device(part.targets, device)
+            self._stage.receive(Targets(number=number, values=values, weight=weight))
+
+    def _run(self, own: Construction, is_done: Callable[[PipelineStage], bool]) -> None:
+        """Take messages and do passes as they can be done, until enough are."""
+        stage, edges = self._stage, own.placed.edges
+        assert stage is not None
+        with torch.enable_grad():
+            while not is_done(stage):
+                message = None if edges is None else edges.poll()
+                if message is None and (turn := stage.next_turn()) is not None:
+                    self._do(own, stage, turn)
+                    continue
+                if message is None:
+                    assert edges is not None
+                    message = edges.receive()
+                if is_evaluated(message):
+                    raise own.placed.parted(message, "evaluates", "trains")
+                stage.receive(message)
+        torch.clear_autocast_cache()  # of casts of weights that are old now
+
+    def _do(self, own: Construction, stage: PipelineStage, turn: Turn) -> None:
+        if turn.what is Pass.BACKWARD:
+            stage.run(turn)
+            return
+        batch, place = divmod(turn.number - 1, len(own.parts))
+        num_parts = self._options.in_flight if self._options.is_flushed else 1
+        with own.placed.noise.of((self._num_before + batch) * num_parts + own.parts[place] + 1):
+            stage.run(turn)
+
+    def _note(self, done: PassDone) -> None:
+        if done.loss is not None:
+            self._losses.append(done.loss.to(self._parts.device))
+
+    # -- several virtual workers ------------------------------------------------------------------
+
+    def _settle(self, own: Construction, weights: Weights) -> None:
+        """Come to the weights that all virtual workers have come to."""
+        assert isinstance(weights, VersionedWeights)
+        wave_size, rest = self._options.in_flight, own.agreement.rest()
+        least = own.schedule.least_clock((self._num_begun // wave_size + 1) * wave_size)
+        self._run(own, lambda _: weights.settle(least, rest))
+
+    def _of_all_workers(self, placed: Placed) -> list[Tensor]:
+        """Losses of whole batches. Nobody goes on before all have settled, as all must tell."""
+        if placed.num_workers == 1:
+            return list(self._losses)
+        told = [rank["losses"] for rank in collectives.gather({"losses": list(self._losses)})]
+        firsts = [ranks[0] for ranks in placed.placement.ranks]
+        for rank in firsts:
+            if len(told[rank]) != len(told[0]):
+                raise TrialError(
+                    f"Since the last flush rank {rank} has made {len(told[rank])} steps of the "
+                    f"pipeline, but rank 0 {len(told[0])}: all ranks must train on the same "
+                    "batches."
+                )
+        of_workers = zip(*(told[rank] for rank in firsts), strict=True)
+        return [torch.stack([*of]).mean().to(self._parts.device) for of in of_workers]
+
+    def _host(self, own: Construction) -> None:
+        """Have parameter servers begin with the weights of now; all must call it."""
+        if own.placed.edges is not None and own.placed.directory.hosts:
+            own.placed.edges.host(own.servers())
+            collectives.gather({})  # nobody pushes before all servers are there
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[tuple[Any, Any]], metric: Metric | None = None) -> Any:
+        """Return the mean of a metric over samples that are not trained on, on every rank.
+
+        Args:
+            batches: Inputs and targets of each batch, as `step` takes them; read without
+                gradients.
+            metric: From the model's output, in eval mode, and the targets to the batch's mean, or
+                a dict of means: numbers, or tensors of one element. By default the loss.
+        """
+        self.flush()
+        modes = [(module, module.training) for module in self._model.modules()]
+        evaluation = Evaluation(metric or self._loss, self._parts.device)
+        try:
+            with torch.no_grad():
+                for inputs, targets in batches:
+                    self._parts.session.check()
+                    self._parts.weights.begin("pipeline.evaluate")
+                    placed = self._place(inputs, targets).placed  # measured as it trains
+                    self._model.eval()
+                    evaluation.add(placed, inputs, targets)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return evaluation.means()
+
+    # -- what it is made of -----------------------------------------------------------------------
+
+    def _place(self, inputs: Any, targets: Any) -> Construction:
+        if self._own is None:
+            options, batch = self._options, (inputs, targets)
+            if options.is_flushed:
+                first = next(microbatches(inputs, targets, options.in_flight))
+                batch = first.inputs, first.targets
+            limit = options.memory_bytes
+            demand = Demand(
+                blocks=blocks_of(self._model, may_part_ties=options.is_flushed),
+                in_flight=options.in_flight,
+                memory=memory_of(self._optimizer, is_flushed=options.is_flushed),
+                memory_bytes=memory_of_device(self._parts.device) if limit is None else limit,
+                is_flushed=options.is_flushed,
+                most_workers=options.most_workers,
+                most_devices=options.max_devices or 1,
+                clock_distance=options.clock_distance or 0,
+                may_replicate=options.may_replicate,
+                untied=blocks_of(self._model, may_part_ties=False),
+                tied_bytes=shared_bytes(self._model),
+            )
+            placed = place(self._holding, self._loss, batch, demand, self._parts, self._need)
+            given = self._model, self._optimizer, self._loss, self._names, options
+            self._own = Construction(*given, placed)
+            self._host(self._own)
+        return self._own
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something was raised here amid what all ranks do: others wait for this one."""
+        edges = None if self._own is None else self._own.placed.edges
+        return edges is not None and edges.is_broken
+
+    def close(self, *, alone: bool) -> None:
+        """The trial has ended here; `alone` if the other ranks may not have."""
+        if self._own is not None:
+            self._own.placed.close(alone=alone)
+
+
+class _Progress:
+    """How far the training is, and what is frozen, among what a trial has prepared."""
+
+    def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
+        self._pipeline = pipeline
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        frozen = [name for name, p in self._parameters() if not p.requires_grad]
+        return {"batches": self._pipeline.num_batches, "frozen": frozen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pipeline.begin_anew(state["batches"])
+        for name, parameter in self._parameters():
+            if parameter.requires_grad is (name in state["frozen"]):
+                parameter.requires_grad_(name not in state["frozen"])
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Also of other stages; those that layers share by each name, as they have parted."""
+        return self._model.named_parameters(remove_duplicate=False)

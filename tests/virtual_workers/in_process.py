@@ -1,0 +1,228 @@
+"""Virtual workers in one process, one pass after the other, by a clock of its own.
+
+Whose turn it is depends on how long passes are said to take, not on how long they take: runs are
+deterministic, unlike speeds cost no time, and they are what the simulator says.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optuna_fleet.virtual_workers.engine.agreement import names_by_piece
+from optuna_fleet.virtual_workers.engine.directory import Directory
+from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer, ServerClient
+from optuna_fleet.virtual_workers.engine.passes import Loss
+from optuna_fleet.virtual_workers.engine.stage import Observer, PipelineStage
+from optuna_fleet.virtual_workers.engine.stage_messages import (
+    Address,
+    Inputs,
+    Message,
+    ServerAddress,
+    StageAddress,
+    Targets,
+    Tensors,
+)
+from optuna_fleet.virtual_workers.engine.updates import SgdRule
+from optuna_fleet.virtual_workers.engine.versions import (
+    FlushedWeights,
+    VersionedWeights,
+    Weights,
+)
+from optuna_fleet.virtual_workers.engine.whole import parameters_of, part_of
+from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.virtual_workers.wsp.turns import Turn
+
+Seconds = Callable[[StageAddress, Turn], float]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Batches = Callable[[int, int], tuple[Any, Any]]
+"""Inputs and targets of a virtual worker's minibatch, counted from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """Virtual workers that train one model.
+
+    Attributes:
+        model: Its layers. One virtual worker with flushes trains its own parameters; else these
+            are w_0.
+        cuts: Of each virtual worker, where its stages end, without the last.
+        schedule: When a minibatch may start; with flushes, or without a clock distance, there is
+            one virtual worker.
+        loss: From the model's output and a minibatch's targets to a scalar.
+        optimizer: Makes the optimizer of some of the parameters.
+    """
+
+    model: nn.Sequential
+    cuts: tuple[tuple[int, ...], ...]
+    schedule: WaveSynchronous | Flush
+    loss: Loss
+    optimizer: MakeOptimizer
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one virtual worker, so that no servers are needed."""
+        return len(self.cuts) == 1
+
+    @property
+    def directory(self) -> Directory:
+        """With a rank for each stage, all on one node."""
+        ranks = count()
+        of_workers = [[next(ranks) for _ in (*cuts, ())] for cuts in self.cuts]
+        layers, nodes = [1.0] * len(self.model), [0] * next(ranks)
+        return Directory.of(of_workers, self.cuts, layers, nodes, has_servers=not self.is_alone)
+
+    def stage(
+        self, address: StageAddress, transport: InProcess, observer: Observer | None
+    ) -> PipelineStage:
+        """Make a stage; copies of its part, so that virtual workers share nothing."""
+        bounds = (0, *self.cuts[address.worker], len(self.model))
+        part = part_of(self.model, bounds[address.stage], bounds[address.stage + 1])
+        if not self.is_alone:
+            part = copy.deepcopy(part)
+        return PipelineStage(
+            address=address,
+            num_stages=len(bounds) - 1,
+            part=part,
+            loss=self.loss,
+            weights=self._weights(address, part, transport),
+            schedule=self.schedule,
+            transport=transport,
+            observer=observer,
+        )
+
+    def server(self, address: ServerAddress, transport: InProcess) -> ParameterServer:
+        """Make a parameter server."""
+        assert isinstance(self.schedule, WaveSynchronous)
+        assert self.schedule.clock_distance is not None
+        return ParameterServer(
+            address=address,
+            weights=parameters_of(part_of(self.model, *self.directory.pieces[address.piece])),
+            num_workers=len(self.cuts),
+            clock_distance=self.schedule.clock_distance,
+            transport=transport,
+        )
+
+    def _weights(self, address: StageAddress, part: nn.Module, transport: InProcess) -> Weights:
+        parameters = dict(parameters_of(part))
+        optimizer = self.optimizer([*parameters.values(), nn.Parameter(torch.zeros(()))])
+        if isinstance(self.schedule, Flush):
+            size = self.schedule.wave_size
+            return FlushedWeights(parameters, optimizer, size, lambda parameters: None)
+        client = None
+        if not self.is_alone:
+            names = names_by_piece(self.model, self.directory, address)
+            client = ServerClient(address, names, transport)
+        rule = SgdRule(optimizer, parameters.items())
+        return VersionedWeights(parameters, rule, self.schedule.wave_size, client)
+
+
+class InProcess:
+    """A transport, and the loop that runs who is connected by it.
+
+    Args:
+        pass_s: How long a pass takes; all take a second if not given.
+        latency_s: How long a message takes.
+    """
+
+    def __init__(
+        self,
+        pass_s: Seconds | None = None,
+        latency_s: Callable[[Address, Address], float] | None = None,
+    ) -> None:
+        self._pass_s = pass_s or (lambda _address, _turn: 1.0)
+        self._latency_s = latency_s or (lambda _sender, _to: 0.0)
+        self._actors: dict[Address, PipelineStage | ParameterServer] = {}
+        self._busy: set[Address] = set()
+        self._sent: list[tuple[Address, Address, Message]] | None = None
+        self._arrival_s: dict[tuple[Address, Address], float] = {}
+        self._events: list[tuple[float, int, partial[None]]] = []
+        self._order = count()
+        self.now_s = 0.0
+
+    def connect(self, address: Address, actor: PipelineStage | ParameterServer) -> None:
+        """From now on messages to this address are the actor's."""
+        self._actors[address] = actor
+
+    def send(self, sender: Address, to: Address, message: Message) -> None:
+        """What a pass sends leaves when the pass is over."""
+        if self._sent is not None:
+            self._sent.append((sender, to, message))
+            return
+        edge = (sender, to)
+        arrival_s = max(self.now_s + self._latency_s(*edge), self._arrival_s.get(edge, 0.0))
+        self._arrival_s[edge] = arrival_s  # in order, whatever the latencies
+        self._at(arrival_s, partial(self._deliver, to, message))
+
+    def run(self) -> None:
+        """Go on until nothing is left to do."""
+        for actor in self._actors.values():
+            self._go_on(actor)
+        while self._events:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+
+    def _at(self, when_s: float, event: partial[None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._order), event))
+
+    def _deliver(self, to: Address, message: Message) -> None:
+        actor = self._actors[to]
+        actor.receive(message)
+        self._go_on(actor)
+
+    def _go_on(self, actor: PipelineStage | ParameterServer) -> None:
+        if isinstance(actor, ParameterServer) or actor.address in self._busy:
+            return
+        if (turn := actor.next_turn()) is None:
+            return
+        self._busy.add(actor.address)
+        sent: list[tuple[Address, Address, Message]] = []
+        self._sent = sent
+        actor.run(turn)
+        self._sent = None
+        duration_s = self._pass_s(actor.address, turn)
+        self._at(self.now_s + duration_s, partial(self._end, actor, sent))
+
+    def _end(self, actor: PipelineStage, sent: list[tuple[Address, Address, Message]]) -> None:
+        self._busy.discard(actor.address)
+        for sender, to, message in sent:
+            self.send(sender, to, message)
+        self._go_on(actor)
+
+
+class Workers:
+    """Everybody that a blueprint tells of, connected by one transport."""
+
+    def __init__(
+        self, blueprint: Blueprint, transport: InProcess, observer: Observer | None = None
+    ) -> None:
+        directory = blueprint.directory
+        self.stages = {a: blueprint.stage(a, transport, observer) for a in directory.stages}
+        servers = map(ServerAddress, range(len(directory.hosts)))
+        self.servers = {a: blueprint.server(a, transport) for a in servers}
+        for address, actor in (*self.stages.items(), *self.servers.items()):
+            transport.connect(address, actor)
+
+    def give(self, batches: Batches, num_minibatches: int) -> None:
+        """Give so many minibatches to each virtual worker; `InProcess.run` trains them."""
+        for worker, last in {a.worker: a.stage for a in sorted(self.stages)}.items():
+            for number in range(1, num_minibatches + 1):
+                inputs, targets = batches(worker, number)
+                first, end = StageAddress(worker, 0), StageAddress(worker, last)
+                self.stages[first].receive(Inputs(number=number, values=inputs))
+                self.stages[end].receive(Targets(number=number, values=targets))
+
+    def weights(self) -> dict[str, Tensor]:
+        """What training came to: of the servers, or of all stages of the only virtual worker."""
+        parts: list[Tensors] = [server.weights for server in self.servers.values()]
+        if not parts:
+            parts = [stage.weights.latest() for stage in self.stages.values()]
+        return {name: w.detach() for part in parts for name, w in part.items()}

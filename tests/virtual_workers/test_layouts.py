@@ -1,0 +1,280 @@
+"""Virtual workers: who gets which devices, where weights are, and how fast that is."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optuna_fleet.virtual_workers.layouts.contention import best_partitions, partitions_under_load
+from optuna_fleet.virtual_workers.layouts.distribution import (
+    equal_distribution,
+    hybrid_distribution,
+    node_partition,
+)
+from optuna_fleet.virtual_workers.layouts.flushed import (
+    FlushedProblem,
+    best_flushed_layout,
+    flushed_s,
+    shares_of,
+)
+from optuna_fleet.virtual_workers.layouts.prediction import pipeline_rate, waves_rate
+from optuna_fleet.virtual_workers.layouts.servers import Servers, sync_seconds
+from optuna_fleet.virtual_workers.partition import (
+    DoesNotFit,
+    Layers,
+    Link,
+    Links,
+    Memory,
+    PartitionProblem,
+    StageDevice,
+    best_partition,
+)
+from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
+from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
+
+SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
+WEIGHTLESS = Memory(copies=0, keeps_versions=False)
+MEMORY = {"V": 12, "R": 24, "G": 6, "Q": 8}
+
+
+def nodes(kinds, per_node=4):
+    """A node for each letter."""
+    return tuple(
+        StageDevice(index=per_node * node + slot, node=node, kind=kind, memory_bytes=MEMORY[kind])
+        for node, kind in enumerate(kinds)
+        for slot in range(per_node)
+    )
+
+
+def layers_of(num, *, forward=1.0, cut=0.0, parameters=0.0, kept=0.0, kinds="VRGQ"):
+    seconds = {kind: (forward * 100 / SPEEDS[kind],) * num for kind in kinds}
+    return Layers(
+        forward_s=seconds,
+        backward_s={kind: tuple(2 * s for s in times) for kind, times in seconds.items()},
+        cut_bytes=(cut,) * num,
+        parameter_bytes=(parameters,) * num,
+        kept_bytes=(kept,) * num,
+    )
+
+
+def letters(workers):
+    return ["".join(device.kind for device in worker) for worker in workers]
+
+
+def test_the_papers_table_3():
+    devices = nodes("VRGQ")
+    assert letters(node_partition(devices)) == ["VVVV", "RRRR", "GGGG", "QQQQ"]
+    assert letters(equal_distribution(devices)) == ["VRGQ"] * 4
+    assert sorted(letters(hybrid_distribution(devices, SPEEDS))) == ["RRGG"] * 2 + ["VVQQ"] * 2
+
+
+@given(
+    st.lists(st.sampled_from("VRGQ"), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
+def test_every_device_is_in_one_virtual_worker(kinds, per_node, num_workers):
+    devices = nodes(kinds, per_node)
+    dealt = equal_distribution(devices, min(num_workers, len(devices)))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    for workers in (node_partition(devices), dealt, hybrid_distribution(devices, SPEEDS)):
+        assert Counter(d for worker in workers for d in worker) == Counter(devices)
+        assert all(workers)
+
+
+def test_more_virtual_workers_than_devices_are_refused():
+    with pytest.raises(ValueError, match="must be a whole number >= 1 and <= 8"):
+        equal_distribution(nodes("VR"), 9)
+
+
+def test_local_servers_keep_updates_within_nodes():
+    layers = layers_of(4, parameters=8.0)
+    links = Links(within=Link(bytes_per_s=4.0), between=Link(bytes_per_s=1.0))
+    workers = [
+        best_partition(PartitionProblem(layers=layers, devices=devices, memory=WEIGHTLESS))
+        for devices in equal_distribution(nodes("VR"), 4)
+    ]
+    local = sync_seconds(workers, layers, links, Servers.LOCAL)
+    assert local == ((4.0, 4.0),) * 4  # 2 layers of 8 bytes at 4 bytes/s
+    spread = sync_seconds(workers, layers, links, Servers.ROUND_ROBIN)
+    # A layer of each stage is on the other node: 4 workers send 8 bytes each through one port.
+    assert spread == ((32.0, 32.0),) * 4
+
+
+def test_servers_are_not_local_to_layers_on_unlike_nodes():
+    layers = layers_of(4, parameters=1.0)
+    workers = [
+        best_partition(PartitionProblem(layers=layers, devices=devices))
+        for devices in node_partition(nodes("VR"))
+    ]
+    with pytest.raises(ValueError, match="unlike nodes"):
+        sync_seconds(workers, layers, Links(), Servers.LOCAL)
+
+
+def test_virtual_workers_slow_down_each_others_transfers():
+    layers = layers_of(8, cut=3.0)
+    problem = PartitionProblem(
+        layers=layers,
+        devices=nodes("VR")[:1],
+        in_flight=3,
+        links=Links(between=Link(bytes_per_s=4.0)),
+    )
+    pairs = equal_distribution(nodes("VR"), 4)
+    (alone,) = partitions_under_load(problem, pairs[:1])
+    together = partitions_under_load(problem, pairs)
+    assert alone == best_partition(replace(problem, devices=pairs[0]))
+    assert all(worker.slowest_s > alone.slowest_s for worker in together)
+
+
+stage_seconds = st.lists(st.floats(0.5, 2), min_size=1, max_size=5)
+
+
+@given(stage_seconds, st.integers(1, 9), st.booleans())
+def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flush):
+    times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in stage_s]
+    schedule = Flush(in_flight) if flush else WaveSynchronous(in_flight)
+    found = VirtualWorkers([times], schedule).run(60).minibatches_per_s
+    predicted = pipeline_rate(stage_s, in_flight)
+    if flush:
+        predicted = in_flight / flushed_s(stage_s, in_flight, held=in_flight)
+    assert 0.5 * predicted <= found <= 1.4 * predicted
+
+
+def test_a_straggler_makes_pipelines_worth_it():
+    # Whole models wait for Q; pipelines give it fewer layers.
+    layers, devices = layers_of(24), nodes("VQ")
+    whole, pipelines = (
+        best_partitions(
+            PartitionProblem(layers=layers, devices=devices, in_flight=3),
+            equal_distribution(devices, n),
+        )
+        for n in (8, 4)
+    )
+    fast = waves_rate(pipelines, layers, Links(), 3, Servers.LOCAL)
+    assert fast > 1.3 * waves_rate(whole, layers, Links(), 3, Servers.ROUND_ROBIN)
+
+
+# -- batches in parts -----------------------------------------------------------------------------
+
+WIRES = Links(within=Link(bytes_per_s=100.0), between=Link(bytes_per_s=10.0))
+
+
+def flushed(kinds, *, num_parts=4, num_layers=8, **more):
+    options = {key: more.pop(key) for key in ("may_replicate", "exchanged_bytes") if key in more}
+    devices = tuple(
+        StageDevice(index=i, node=0, kind=kind, memory_bytes=more.get("memory", 1e9))
+        for i, kind in enumerate(kinds)
+    )
+    more.pop("memory", None)
+    return FlushedProblem(
+        layers=layers_of(num_layers, **more),
+        devices=devices,
+        num_parts=num_parts,
+        links=WIRES,
+        memory=Memory(copies=2, keeps_versions=False),
+        **options,
+    )
+
+
+def test_a_model_that_fits_is_on_each_device_unless_its_gradients_take_too_long():
+    light = best_flushed_layout(flushed("VV", parameters=1.0))
+    assert light.shares == (2, 2)
+    # 2 of 4 parts, each 8 layers of 3 x 100 / 112 s; then 8 bytes, all-reduced.
+    assert light.batch_s == pytest.approx(2 * 8 * 300 / 112 + 2 * 4 / 100)
+    heavy = best_flushed_layout(flushed("VV", parameters=1000.0))
+    assert heavy.partition is not None
+    assert "2 x 1 is expected to take" in heavy.reason
+
+
+def test_what_does_not_fit_on_each_device_is_a_pipeline():
+    found = best_flushed_layout(flushed("VV", parameters=10.0, memory=100.0))
+    assert (found.partition.cuts, found.reason) == (
+        (4,),
+        "1 x 2, as the model does not fit on each device.",
+    )
+    assert best_flushed_layout(flushed("VV", parameters=10.0, memory=160.0)).shares == (2, 2)
+    with pytest.raises(DoesNotFit):
+        best_flushed_layout(flushed("VV", parameters=10.0, memory=70.0))
+
+
+@pytest.mark.parametrize(
+    "more", [{"may_replicate": False}, {"num_parts": 1}], ids=["not wanted", "fewer parts"]
+)
+def test_some_are_pipelines_even_if_they_fit(more):
+    assert best_flushed_layout(flushed("VV", **more)).partition is not None
+
+
+def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds():
+    def held_and_cuts(memory):
+        found = best_flushed_layout(
+            flushed(
+                "VV",
+                num_layers=6,
+                kept=10.0,
+                parameters=1.0,
+                memory=memory,
+                may_replicate=False,
+            )
+        )
+        return found.held, found.partition.cuts
+
+    assert held_and_cuts(100.0) == (4, (3,))
+    assert held_and_cuts(80.0) == (2, (3,))  # fewer parts, but stages that take as long
+    assert held_and_cuts(65.0) == (4, (2,))  # unlike stages, which is better than waiting
+    assert held_and_cuts(45.0) == (1, (3,))
+    with pytest.raises(DoesNotFit):
+        held_and_cuts(35.0)
+
+
+def test_what_can_not_be_cut_so_often_is_on_each_device():
+    assert best_flushed_layout(flushed("VVV", num_layers=2, parameters=1e4)).shares == (2, 1, 1)
+    with pytest.raises(DoesNotFit, match="3 devices are more than the 2 stages"):
+        best_flushed_layout(flushed("VVV", num_layers=2, may_replicate=False))
+
+
+def test_what_a_pipeline_sends_at_a_flush_speaks_against_it():
+    kept, sent = (
+        best_flushed_layout(flushed("VV", parameters=400.0, exchanged_bytes=number))
+        for number in (0.0, 1e5)
+    )
+    assert kept.partition is not None
+    assert sent.shares == (2, 2)
+
+
+def test_slow_devices_get_fewer_parts():
+    assert best_flushed_layout(flushed("VQ", num_parts=8)).shares == (6, 2)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 6))
+def test_no_shares_end_earlier(part_s, more):
+    num_parts = len(part_s) + more
+
+    def all_shares(places, left):
+        if places == 1:
+            yield (left,)
+            return
+        for own in range(1, left - places + 2):
+            for rest in all_shares(places - 1, left - own):
+                yield (own, *rest)
+
+    def end_s(shares):
+        return max(number * one_s for number, one_s in zip(shares, part_s, strict=True))
+
+    shares = shares_of(part_s, num_parts)
+    assert sum(shares) == num_parts
+    assert min(shares) >= 1
+    best = min(map(end_s, all_shares(len(part_s), num_parts)))
+    assert end_s(shares) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("held", [1, 2, 4, 8])
+@pytest.mark.parametrize("pace", [(1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 1.0, 3.0, 1.0)])
+def test_a_flush_takes_about_as_long_as_the_simulator_says(pace, held):
+    times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in pace]
+    simulated = VirtualWorkers([times], Flush(8))
+    for stage in simulated._workers[0].stages:
+        stage.turns.credit = min(stage.turns.credit, held)
+    batch_s = 8 / simulated.run(8).minibatches_per_s
+    assert flushed_s(pace, 8, held) == pytest.approx(batch_s, rel=0.15)

@@ -1,0 +1,277 @@
+"""Which layers of a pipeline are where, and what goes through it at a time."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from optuna_fleet.virtual_workers.engine.agreement import Statistics
+from optuna_fleet.virtual_workers.engine.costs import LayerCost, layer_costs, link_of
+from optuna_fleet.virtual_workers.engine.microbatches import microbatches
+from optuna_fleet.virtual_workers.engine.stage_placement import Demand, Ranks, blocks_of
+from optuna_fleet.virtual_workers.engine.whole import part_of
+from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
+
+LAYER = LayerCost(
+    forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
+)
+SLOW = LayerCost(
+    forward_s=2.0, backward_s=4.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
+)
+
+
+def demand(memory_bytes: float, blocks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> Demand:
+    memory = Memory(copies=2, keeps_versions=False)
+    return Demand(blocks=blocks, in_flight=4, memory=memory, memory_bytes=memory_bytes)
+
+
+def test_slow_devices_get_fewer_layers() -> None:
+    placed = demand(1e3).place([[LAYER] * 6, [SLOW] * 6])
+    assert (placed.cuts, placed.ranks) in [(((4,),), ((0, 1),)), (((2,),), ((1, 0),))]
+
+
+def test_layers_stay_together_that_share_parameters() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
+    assert blocks_of(model, may_part_ties=False) == (1, 2, 3, 4, 5)
+    model[3].weight = model[1].weight
+    assert blocks_of(model, may_part_ties=False) == (1, 4, 5)
+    assert blocks_of(model, may_part_ties=True) == (1, 2, 3, 4, 5)
+    model[4] = nn.Sequential(model[2])  # a module, of which there can't be a copy
+    assert blocks_of(model, may_part_ties=True) == (1, 2, 5)
+    assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [((1,),), ((4,),)]
+
+
+def test_a_module_may_be_several_layers() -> None:
+    activation = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), activation, nn.Linear(2, 2), activation)
+    assert list(part_of(model, 2, 4)) == list(model)[2:]
+    assert list(part_of(model, 0, 4).state_dict()) == list(model.state_dict())
+
+
+def test_where_memory_is_short_stages_hold_fewer_parts() -> None:
+    def most_held(memory_bytes: float) -> int:
+        return demand(memory_bytes).place([[LAYER] * 6] * 2).held
+
+    assert [most_held(memory) for memory in (1e3, 50.0, 40.0)] == [4, 2, 1]
+    with pytest.raises(DoesNotFit):
+        most_held(30.0)
+
+
+def test_the_whole_model_is_on_each_rank_that_has_the_memory_if_that_is_faster() -> None:
+    light = replace(LAYER, parameter_bytes=8.0)
+    may = replace(demand(1e3), may_replicate=True)
+    placed = may.place([[light] * 6, [replace(light, forward_s=2.0, backward_s=4.0)] * 6])
+    assert (placed.ranks, placed.cuts, placed.shares) == (((0,), (1,)), ((), ()), (3, 1))
+    assert "2 x 1 is expected to take" in placed.reason
+    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 100.0))
+    assert may.place([[light] * 6] * 2, unlike).shares == ()
+    heavy = replace(LAYER, parameter_bytes=1e10)
+    assert replace(may, memory_bytes=1e12).place([[heavy] * 6] * 2).shares == ()
+
+
+def test_a_stage_is_no_larger_than_the_memory_of_its_own_rank() -> None:
+    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 24.0))
+    placed = demand(1e3).place([[LAYER] * 6] * 2, unlike)
+    stages = dict(zip(placed.ranks[0], (placed.cuts[0][0], 6 - placed.cuts[0][0]), strict=True))
+    assert stages == {0: 4, 1: 2}
+
+
+def test_devices_of_about_the_same_memory_are_not_told_apart() -> None:
+    measured = tuple(1e3 + number / 10 for number in range(30))
+    on = Ranks(nodes=(0,) * 30, memory_bytes=measured)
+    blocks = tuple(range(1, 31))
+    placed = demand(1e3, blocks).place([[LAYER] * 30] * 30, on)  # a billion sets of them
+    assert sorted(placed.ranks[0]) == [*range(30)]
+
+
+def test_layers_that_share_a_lot_are_in_one_stage_if_they_can_be() -> None:
+    tied = replace(demand(1e3), untied=(1, 4, 5, 6), tied_bytes=1e10)
+    assert tied.place([[LAYER] * 6] * 2).cuts == ((4,),)
+    assert replace(tied, tied_bytes=0.0).place([[LAYER] * 6] * 2).cuts == ((3,),)
+
+
+def test_no_more_devices_are_asked_for_than_hold_the_model() -> None:
+    costs = [LAYER] * 6
+    assert [demand(m).fewest_stages(costs, 6) for m in (72.0, 71.0, 24.0)] == [1, 2, 3]
+    assert demand(24.0).fewest_stages(costs, 2) is None
+
+
+class Counter(nn.Module):
+    """Leaves something behind that is no BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class Rotary(nn.Module):
+    """Makes a buffer when it needs one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("angles", torch.arange(x.size(1)), persistent=False)
+        return x * self.angles
+
+
+def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
+    averages = nn.BatchNorm1d(2, momentum=None)
+    model = nn.Sequential(nn.BatchNorm1d(2), averages, Counter(), Rotary())
+    costs = layer_costs(
+        list(model),
+        nn.functional.mse_loss,
+        torch.ones(3, 2),
+        torch.ones(3, 2),
+        torch.device("cpu"),
+    )
+    assert [cost.leaves_something for cost in costs] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e3])
+def test_layers_that_write_to_their_weights_are_told_apart(max_norm: float | None) -> None:
+    tokens = nn.Embedding(5, 2, max_norm=max_norm)
+    batch = torch.arange(3), torch.ones(3, 2)
+    (cost,) = layer_costs([tokens], nn.functional.mse_loss, *batch, torch.device("cpu"))
+    assert cost.leaves_something is (max_norm is not None)
+
+
+class Remembers(nn.Linear):
+    """Keeps what it gave last, with the graph that it came from."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given = [super().forward(x)]
+        return self.given[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_layers_are_measured_that_hold_results_of_autograd() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)), Remembers(2, 2))
+    given, weight = model(torch.ones(3, 2)), model[0].weight
+    batch = torch.ones(3, 2), torch.ones(3, 2)
+    layer_costs(list(model), nn.functional.mse_loss, *batch, torch.device("cpu"))
+    assert model[1].given[0] is given
+    assert model[0].weight is weight
+
+
+class Sometimes(nn.Module):
+    """Is called by some parts of a batch only, and by some of these twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x[0, 0] > 0) + int(x[0, 1] > 0)):
+            x = self.norm(x)
+        return x
+
+
+@pytest.mark.parametrize("shares", [(4,), (2, 2), (1, 1, 2), (3, 1)])
+def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    norms = nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.3)
+    alone = nn.Sequential(Sometimes(), *norms).double()
+    ranks = [copy.deepcopy(alone) for _ in shares]
+    for _ in range(3):
+        parts = torch.randn(4, 5, 2, dtype=torch.float64).unbind()
+        for part in parts:
+            alone(part)
+        kept = []
+        for rank, model in enumerate(ranks):
+            first = sum(shares[:rank])
+            kept.append(Statistics(model, rank, len(shares)))
+            kept[-1].begin()
+            for part in parts[first : first + shares[rank]]:
+                model(part)
+        calls = summed([statistics.calls() for statistics in kept])
+        left = summed([statistics.left(calls) for statistics in kept])
+        for statistics in kept:
+            statistics.take(left, calls)
+    for model in ranks:
+        for name, expected in alone.state_dict().items():
+            assert torch.allclose(model.state_dict()[name], expected, rtol=1e-14, atol=0), name
+
+
+def summed(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([own[name] for own in of_ranks]).sum(0) for name in of_ranks[0]}
+
+
+def test_a_link_is_as_fast_as_messages_there_and_back() -> None:
+    usual = Link(bytes_per_s=1e9, latency_s=1e-4)
+    link = link_of(short_s=4e-4, long_s=4e-4 + 2 * 2**20 / 5e8, usual=usual)
+    assert link.bytes_per_s == pytest.approx(5e8)
+    assert link.latency_s == 2e-4
+    assert link_of(short_s=1e-5, long_s=1e-3, usual=usual).latency_s == 1e-4
+
+
+def several(most: int | None, *, is_flushed: bool = False, memory_bytes: float = 1e9) -> Demand:
+    return replace(
+        demand(memory_bytes),
+        is_flushed=is_flushed,
+        most_workers=most,
+        memory=Memory(copies=2, keeps_versions=not is_flushed),
+    )
+
+
+def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
+    costs = [[LAYER] * 6, [SLOW] * 6] * 2  # fast and slow in turn
+    placed = several(2).place(costs)
+    assert placed.cuts in [((4,), (4,)), ((2,), (2,))]
+    assert sorted(map(sorted, placed.ranks)) == [[0, 1], [2, 3]]
+    assert 0 in placed.ranks[0]
+
+
+def test_nodes_are_dealt_to_all_virtual_workers() -> None:
+    """ED: each has a device of either node, so the servers of a stage can be on its node."""
+    on = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
+    placed = several(2).place([[LAYER] * 6] * 4, on)
+    assert sorted(map(sorted, placed.ranks)) == [[0, 2], [1, 3]]
+    free = several(None).place([[LAYER] * 6, [SLOW] * 6] * 2, on)
+    assert sorted(rank for ranks in free.ranks for rank in ranks) == [0, 1, 2, 3]
+
+
+def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
+    free = several(None).place([[LAYER] * 6] * 4)
+    assert len(free.ranks) == 4  # nothing has to be sent but parameters
+    kept = replace(LAYER, parameter_bytes=1e9)
+    large = several(None, memory_bytes=1e12).place([[kept] * 6] * 4)
+    assert len(large.ranks) == 1  # servers would take longer than the passes
+    tight = several(None, memory_bytes=60.0).place([[LAYER] * 6] * 4)
+    assert len(tight.ranks) == 2
+
+
+def test_what_layers_cost_is_measured_without_a_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    batch = torch.ones(3, 4), torch.zeros(3, 2)
+    costs = layer_costs(list(model), nn.functional.mse_loss, *batch, torch.device("cpu"))
+    assert [cost.parameter_bytes for cost in costs] == [160, 64, 0, 72]
+    assert [cost.output_bytes for cost in costs] == [96, 96, 96, 24]
+    assert costs[0].kept_bytes >= 48
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "weights"),
+    [
+        (8, [2, 2, 2, 2], [0.25] * 4),
+        (10, [2, 3, 2, 3], [0.2, 0.3, 0.2, 0.3]),
+        (2, [1, 1, 1, 1], [0.5, 0.5, 0.0, 0.0]),
+    ],
+)
+def test_a_batch_in_parts(size: int, sizes: list[int], weights: list[float]) -> None:
+    inputs = {"x": torch.arange(size), "mask": torch.ones(3, 3)}
+    parts = list(microbatches(inputs, torch.arange(size), 4))
+    assert [len(part.inputs["x"]) for part in parts] == sizes
+    assert [part.weight for part in parts] == weights
+    assert all(torch.equal(part.inputs["x"], part.targets) for part in parts)
+    assert all(part.inputs["mask"].shape == (3, 3) for part in parts)

@@ -1,0 +1,374 @@
+"""Virtual workers: exact weights for each minibatch, bounded staleness, plain SGD's results."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process import Blueprint
+from oracle import LR, Oracle, batch, furthest, mlp, sgd, train
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.virtual_workers.engine.passes import Noise
+from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
+from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.virtual_workers.wsp.turns import Pass, held_minibatches
+
+
+def blueprint(schedule, *cuts, model=None, loss=F.mse_loss, optimizer=sgd):
+    torch.manual_seed(0)
+    return Blueprint(
+        model=mlp() if model is None else model,
+        cuts=cuts,
+        schedule=schedule,
+        loss=loss,
+        optimizer=optimizer,
+    )
+
+
+def paces(*by_worker):
+    """Each virtual worker's seconds for a pass, the backward one twice that."""
+    return lambda address, turn: (
+        by_worker[address.worker] * (1 if turn.what is Pass.FORWARD else 2)
+    )
+
+
+# -- one virtual worker ---------------------------------------------------------------------------
+
+
+def convolutions():
+    """With BatchNorm, an in-place ReLU behind each cut, and a layer without parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, stride=2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    ).double()
+
+
+def images(worker, number):
+    x, _ = batch(worker, number, width=64, size=4)
+    return x.view(4, 1, 8, 8), torch.arange(4) % 5
+
+
+@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.Adam(p, lr=0.01)])
+@pytest.mark.parametrize("cuts", [(), (2,), (2, 5, 6)])
+def test_a_flushed_pipeline_does_bit_for_bit_what_one_device_does(make, cuts):
+    torch.manual_seed(0)
+    model = convolutions()
+    plain = copy.deepcopy(model)
+    run = train(
+        blueprint(Flush(4), cuts, model=model, loss=F.cross_entropy, optimizer=make),
+        num_waves=5,
+        batches=images,
+    )
+    optimizer, losses = make(plain.parameters()), []
+    for number in range(1, 21):
+        x, y = images(0, number)
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.losses == losses
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(("cuts", "wave_size"), [((1, 2, 3), 4), ((1, 3), 7), ((2,), 1), ((), 3)])
+def test_a_pipeline_alone_is_sgd_with_a_delay(cuts, wave_size):
+    plan = blueprint(WaveSynchronous(wave_size, None), cuts)
+    run = train(plan, num_waves=12)
+    assert [tag.local for _, _, tag in run.starts] == [
+        max(0, p - wave_size) for p in range(1, 12 * wave_size + 1)
+    ]
+    # By hand: minibatch p is trained at the weights after p - N_m.
+    versions = [{name: p.detach().clone() for name, p in plan.model.named_parameters()}]
+    for number in range(1, 12 * wave_size + 1):
+        weights = versions[max(0, number - wave_size)]
+        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        x, y = batch(0, number)
+        F.mse_loss(torch.func.functional_call(plan.model, leaves, (x,)), y).backward()
+        versions.append({n: w - LR * leaves[n].grad for n, w in versions[-1].items()})
+    assert furthest(run.workers.weights(), versions[-1]) <= 1e-14
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"momentum": 0.5, "dampening": 0.2, "maximize": True},
+    ],
+)
+def test_one_minibatch_at_a_time_is_torchs_sgd(options):
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.02, **options)
+
+    plan = blueprint(WaveSynchronous(1, None), (2,), optimizer=make)
+    plain = copy.deepcopy(plan.model)
+    optimizer = make(plain.parameters())
+    for number in range(1, 31):
+        x, y = batch(0, number)
+        optimizer.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    assert furthest(train(plan, 30).workers.weights(), expected) <= 1e-13
+
+
+class Residual(nn.Module):
+    """Goes on with what it got and with what came before: a skip over the next cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given):
+        x, before = given["x"], given["skip"]
+        return {"x": torch.tanh(self.linear(x)) + before, "skip": x, "mask": given["mask"]}
+
+
+class Begin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return {"x": x, "skip": torch.zeros_like(x), "mask": tokens > 2}
+
+
+class End(nn.Module):
+    def forward(self, given):
+        return (given["x"] * given["mask"][..., None]).mean(1)
+
+
+def test_skip_connections_masks_and_token_inputs_cross_cuts():
+    def tokens(worker, number):
+        x, y = batch(worker, number)
+        return (x.abs() * 5).long().clamp(max=9), y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Begin(), Residual(), Residual(), Residual(), End()).double()
+    plan = blueprint(WaveSynchronous(3, 1), (1, 2, 3), (2, 4), model=model)
+    run = train(plan, 6, batches=tokens, pass_s=paces(1, 2.5))
+    assert furthest(run.workers.weights(), Oracle(plan, tokens).weights(run.starts)) <= 1e-14
+
+
+@pytest.mark.parametrize("cuts", [(), (2,)])
+def test_a_first_layer_may_work_in_place_on_minibatches_of_one_batch(cuts):
+    together = torch.randn(4, 3, 6, dtype=torch.float64)
+    before = together.clone()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(inplace=True), *mlp()).double()
+    train(
+        blueprint(Flush(4), cuts, model=model),
+        num_waves=1,
+        batches=lambda worker, number: (together[number - 1], torch.ones(3, 6).double()),
+    )
+    assert torch.equal(together, before)
+
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x).conj()  # a view, whose memory is not conjugated
+
+
+class Power(nn.Module):
+    def forward(self, x):
+        return torch.view_as_real(x * x).sum(-1)
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 2, 3)])
+def test_gradients_of_complex_numbers_cross_cuts(cuts):
+    def trained(cuts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Spectrum(), Power(), nn.Linear(6, 6)).double()
+        return train(blueprint(WaveSynchronous(3, None), cuts, model=model), 4).workers.weights()
+
+    assert furthest(trained(cuts), trained(())) == 0
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+class Recomputed(Kept):
+    """With activation checkpointing."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
+    def trained(layer):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer(6, 6) for _ in range(3))).double()
+        return train(blueprint(WaveSynchronous(3, None), (1,), model=model), 4).workers.weights()
+
+    assert furthest(trained(Recomputed), trained(Kept)) == 0
+
+
+def test_frozen_parameters_stay_and_unused_ones_have_no_update():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.used(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*mlp(), Half()).double()
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    run = train(blueprint(WaveSynchronous(2), (1, 3), (1, 3), model=model), 4)
+    weights = run.workers.weights()
+    assert not any(name.startswith("0.") for name in weights)
+    assert torch.equal(weights["4.unused.weight"], before["4.unused.weight"])
+    assert not torch.equal(weights["4.used.weight"], before["4.used.weight"])
+
+
+def test_hooks_of_parameters_change_their_gradients():
+    def trained(lr, factor):
+        torch.manual_seed(0)
+        model = mlp()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: factor * gradient)
+        optimizer = partial(torch.optim.SGD, lr=lr)
+        plan = blueprint(WaveSynchronous(2, None), (1, 3), model=model, optimizer=optimizer)
+        return train(plan, 3).workers.weights()
+
+    assert furthest(trained(LR, 0.5), trained(LR / 2, 1.0)) <= 1e-14
+
+
+def test_a_layer_that_is_within_another_too_draws_as_that_one():
+    dropout, x = nn.Dropout(), torch.ones(64)
+    layers = {0: dropout, 1: nn.Sequential(nn.Identity(), dropout)}
+
+    def drawn(places):
+        noise = Noise({place: layers[place] for place in places}, x.device, (0,))
+        with noise.of(1):
+            outputs = [layers[place](x) for place in places]
+        noise.close()
+        return outputs[-1]
+
+    assert torch.equal(drawn([0, 1]), drawn([1]))
+
+
+# -- several virtual workers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distance", [0, 2])
+def test_the_recorded_order_on_one_device_gives_the_same_weights(distance):
+    # Cut unlike, so that servers have pieces of stages.
+    plan = blueprint(WaveSynchronous(4, distance), (1, 3), (2,), (1, 2, 3))
+    run = train(plan, 15, pass_s=paces(1, 1.7, 4))
+    assert len(run.workers.servers) == 4
+    assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_whatever_the_speeds_and_latencies_are(data):
+    depth = 4
+    cuts = st.sets(st.integers(1, depth - 1)).map(lambda s: tuple(sorted(s)))
+    plan = blueprint(
+        WaveSynchronous(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))),
+        *data.draw(st.lists(cuts, min_size=2, max_size=3)),
+    )
+    rng = data.draw(st.randoms(use_true_random=False))
+    run = train(
+        plan,
+        6,
+        pass_s=lambda *_: rng.uniform(0.1, 3),
+        latency_s=lambda *_: rng.choice([0.0, 0.5, 5.0]),
+    )
+    assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
+
+
+def first(output, targets):
+    return output
+
+
+@pytest.mark.parametrize("distance", [0, 2, 4])
+def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
+    # Every start and every push is checked as it happens: here, that the checks saw extremes.
+    # Layers that do nothing, as this is about who waits for whom.
+    wsp = WaveSynchronous(2, distance)
+    plan = blueprint(
+        wsp, (1,), (1,), model=nn.Sequential(nn.Identity(), nn.Identity()), loss=first
+    )
+    nothing = torch.zeros(())
+    run = train(plan, 1000, batches=lambda *_: (nothing, nothing), pass_s=paces(1, 1.9))
+    by_stage = {}
+    for done in run.passes:
+        if done.turn.what is Pass.FORWARD:
+            key = (done.address.worker, done.turn.number)
+            by_stage.setdefault(key, []).append(done.tag)
+    assert all(len(set(tags)) == 1 for tags in by_stage.values())  # the same on all stages
+    missing = [p - 1 - tag.clock * wsp.wave_size for _, p, tag in run.starts]
+    assert max(missing) == wsp.global_staleness
+    assert max(p - 1 - tag.local for _, p, tag in run.starts) == wsp.wave_size - 1
+    assert all(server.clock == 1000 for server in run.workers.servers.values())
+    assert all(len(server._snapshots) <= distance + 4 for server in run.workers.servers.values())
+
+
+def test_stages_hold_no_more_minibatches_than_memory_was_counted_for():
+    run = train(blueprint(WaveSynchronous(6, None), (1, 2, 3)), 5, pass_s=paces(1))
+    held, most = {}, {}
+    for done in run.passes:
+        change = 1 if done.turn.what is Pass.FORWARD else -1
+        stage = done.address.stage
+        held[stage] = held.get(stage, 0) + change
+        most[stage] = max(most.get(stage, 0), held[stage])
+    assert all(most[q] <= held_minibatches(q, 4, 6) for q in range(4))
+    assert most[3] == 1
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(st.floats(0.3, 3), min_size=1, max_size=3), min_size=1, max_size=2),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, distance, flush):
+    is_alone = len(workers) == 1
+    schedule = WaveSynchronous(wave_size, None if is_alone else distance)
+    if flush and is_alone:
+        schedule = Flush(wave_size)
+    num_waves = 8
+    plan = blueprint(schedule, *(tuple(range(1, len(w))) for w in workers))
+    run = train(
+        plan,
+        num_waves,
+        pass_s=lambda address, turn: (
+            workers[address.worker][address.stage] * (1 if turn.what is Pass.FORWARD else 2)
+        ),
+    )
+    times = [[StageTimes(forward_s=s, backward_s=2 * s) for s in w] for w in workers]
+    simulated = VirtualWorkers(times, schedule)
+    simulated.run(num_waves)
+    assert run.transport.now_s == pytest.approx(simulated.now_s, rel=1e-9)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_optimizers_whose_updates_do_not_add_up_are_refused():
+    plan = blueprint(WaveSynchronous(2, None), (2,), optimizer=torch.optim.Adam)
+    with pytest.raises(FleetConfigError, match=r"Adam.*only right for torch\.optim\.SGD"):
+        train(plan, 1)
