@@ -262,9 +262,9 @@ def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
 def _problem(failed: Sequence[Rehearsed]) -> str:
     if not failed:
         return ""
-    told = [one for one in failed if one.ending is Ending.RAISED]
-    aborted = [one for one in failed if one.ending is Ending.DIED]
-    return f"it fails: {(told or aborted or failed)[0].problem}"
+    causes = (Ending.RAISED, Ending.UNFIT, Ending.DIED, Ending.CUT_OFF, Ending.LATE)
+    first = min(failed, key=lambda one: causes.index(one.ending))
+    return f"it fails: {first.problem}"
 
 
 class _kept:  # noqa: N801

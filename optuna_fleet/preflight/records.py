@@ -105,6 +105,7 @@ class Ending(Enum):
     RAISED = "raised"
     UNFIT = "unfit"  # it can't be checked
     PLAIN = "plain"  # it prepares nothing
+    CUT_OFF = "cut off"  # its peers have ended
     DIED = "died"
     LATE = "late"
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision, MoveRefused, WidthLimited
+from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -374,7 +375,9 @@ class Rehearsal:
             except BaseException as error:
                 problem = f"{type(error).__name__}: {error}"
                 trace = "".join(traceback.format_exception(error))
-                return self._rehearsed(Ending.RAISED, problem, trace)
+                is_cut_off = run.world_size > 1 and is_for_want_of_peers(error)
+                ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
+                return self._rehearsed(ending, problem, trace)
 
     def _next_run(self, held: Held | None) -> RunTrial:
         order = self._order
@@ -401,7 +404,8 @@ class Rehearsal:
         self._training, self._noise.is_on = None, False
         objective = load(run)
         seed_run(run.seed, run.number)
-        join_group_of(run, "cpu")
+        if run.world_size == 1:  # several join when the training begins
+            join_group_of(run, "cpu")
         seed_torch(run.seed, run.number)
 
         def open_training() -> Training:
