@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
+from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.comparison import (
@@ -48,7 +49,6 @@ from optuna_fleet.wire.unpicklable import explained, variable
 
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
 _PATIENCE, _LEAST_S = 5.0, 60.0
-_PRELOAD = ("torch", "optuna", "optuna_fleet.preflight.rehearsal")
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -236,7 +236,8 @@ class Checker:
     def _connected(self) -> Connection:
         ours, theirs = socket.socketpair()
         with theirs:
-            config = Config(descriptor=theirs.fileno(), preload=_PRELOAD)
+            modules = (*modules_to_preload(), "optuna_fleet.preflight.rehearsal")
+            config = Config(descriptor=theirs.fileno(), preload=modules)
             self._process = ModuleProcess(
                 "optuna_fleet.preflight.warm",
                 config,
