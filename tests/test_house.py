@@ -50,13 +50,14 @@ def at_import_time(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("library", "rooms"),
     [
-        ("torch", ("trainer", "pipeline", "checkpoints", "integrations")),
+        ("torch", ("trainer", "preflight", "pipeline", "checkpoints", "integrations")),
         ("mip", ("alloc",)),
         (
             "optuna",
             (
                 "sampler_bridge",
                 "trainer",
+                "preflight",
                 "executor.fleet_executor",
                 "visualization",
                 "checkpoints",

@@ -9,6 +9,8 @@ import io
 import os
 import pickle
 import socket
+import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
+
+from optuna.study import StudyDirection
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.config import modules_to_preload
@@ -60,7 +64,6 @@ _ENVIRONMENT = {
     "COMET_MODE": "DISABLED",
     "CLEARML_OFFLINE_MODE": "1",
     "SWANLAB_MODE": "disabled",
-    "MLFLOW_TRACKING_URI": "file:///dev/shm/optuna-fleet-preflight-mlflow",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }
@@ -105,6 +108,7 @@ class Checker:
             self._connection.close()
         if self._process is not None:
             self._process.kill()
+            self._folder.cleanup()
         self._process = self._connection = None
 
     def check(
@@ -113,8 +117,8 @@ class Checker:
         pipeline: SharedPipeline | None = None,
         params: Mapping[str, Any] | None = None,
         *,
-        study: Mapping[str, Any] | None = None,
-        maximize: bool | None = False,
+        facts: Mapping[str, Any] | None = None,
+        directions: Sequence[StudyDirection] = (StudyDirection.MINIMIZE,),
         seed: int = 0,
     ) -> Verdict:
         """Check an objective.
@@ -123,8 +127,8 @@ class Checker:
             objective: As for `optimize`.
             pipeline: Its data, if any.
             params: What is suggested to it; None for what is drawn at random.
-            study: What it may ask its study for, by name.
-            maximize: Whether larger values are better; None where there are several objectives.
+            facts: What it may ask its study for, by name.
+            directions: Of the study.
             seed: As of `FleetExecutor`.
 
         Raises:
@@ -140,10 +144,12 @@ class Checker:
                 is_double=True,
                 moves=False,
                 num_batches=_MORE_BATCHES[0],
-                study=study or {},
-                maximize=maximize,
+                study={**(facts or {}), "directions": directions, "direction": directions[0]},
+                maximize=directions[0] is StudyDirection.MAXIMIZE
+                if len(directions) == 1
+                else None,
                 seed=seed,
-                num_threads=max(1, cpu_count() // 3),
+                num_threads=_num_threads(),
             )
             costs = _Costs()
             try:
@@ -234,18 +240,27 @@ class Checker:
         return [[one.rehearsed for one in group] for group in ran]
 
     def _connected(self) -> Connection:
+        self._folder = tempfile.TemporaryDirectory(prefix="optuna-fleet-")
         ours, theirs = socket.socketpair()
         with theirs:
             modules = (*modules_to_preload(), "optuna_fleet.preflight.rehearsal")
-            config = Config(descriptor=theirs.fileno(), preload=modules)
+            config = Config(descriptor=theirs.fileno(), path=tuple(sys.path), preload=modules)
             self._process = ModuleProcess(
                 "optuna_fleet.preflight.warm",
                 config,
-                environment=_ENVIRONMENT,
+                environment={
+                    **_ENVIRONMENT,
+                    "MLFLOW_TRACKING_URI": f"file://{self._folder.name}",
+                    "OMP_NUM_THREADS": str(_num_threads()),
+                },
                 pass_fds=[theirs.fileno()],
             )
         self._connection = Connection(ours.detach())
         return self._connection
+
+
+def _num_threads() -> int:
+    return max(1, cpu_count() // 3)
 
 
 def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:

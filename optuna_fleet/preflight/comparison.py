@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from optuna_fleet.preflight.records import END, Key, Record, Sketch, Value
 from optuna_fleet.preflight.verdict import Difference
+
+Numbers: TypeAlias = npt.NDArray[Any]
 
 DOUBLE = 1e-5
 """Good objectives differ by at most 1e-7 in float64, wrong ones by at least 5e-4."""
@@ -66,8 +70,9 @@ def differences(found: dict[Key, float]) -> tuple[Difference, ...]:
 def _differences(found: dict[Key, float]) -> Iterator[Difference]:
     for key, size in found.items():
         step = None if key.moment == END else key.moment
-        place = {"loop": key.loop, "epoch": key.epoch, "step": step}
-        yield Difference(kind=key.kind, name=key.name, size=size, **place)
+        yield Difference(
+            kind=key.kind, name=key.name, size=size, loop=key.loop, epoch=key.epoch, step=step
+        )
 
 
 def _same(value: Value, other: Value) -> bool:
@@ -109,7 +114,7 @@ def _distance(value: Value, other: Value, largest: float) -> float:
     return _of_numbers(*pair, max(abs(value), abs(other)))
 
 
-def _of_numbers(numbers: np.ndarray, other: np.ndarray, largest: float) -> float:  # type: ignore[type-arg]
+def _of_numbers(numbers: Numbers, other: Numbers, largest: float) -> float:
     if not numbers.size or np.array_equal(numbers, other, equal_nan=True):
         return 0.0
     if not np.array_equal(np.isfinite(numbers), np.isfinite(other)):

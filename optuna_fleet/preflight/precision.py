@@ -29,9 +29,7 @@ class InDouble(TorchFunctionMode):
         super().__init__()
         self._replaced = replaced
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         kwargs = kwargs or {}
         if func in _CASTS:
@@ -66,7 +64,7 @@ def _one(tensor: Tensor) -> Tensor:
 
 def double_(module: nn.Module) -> None:
     """Have a module compute in float64."""
-    module._apply(_one)
+    module._apply(_one)  # type: ignore[no-untyped-call]
 
 
 def without_autocast() -> None:

@@ -142,7 +142,14 @@ def _first(drawn: Any, items: Any) -> Any:
 
 
 def _without_dropout(
-    attend: Any, q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, *a: Any, **more: Any
+    attend: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    *a: Any,
+    **more: Any,
 ) -> Any:
     mask = more.pop("attn_mask", mask)
     return attend(q, k, v, mask, 0.0, *a, **more)

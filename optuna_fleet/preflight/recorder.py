@@ -125,7 +125,7 @@ def _kept(value: Any) -> Value:
         value = torch.from_numpy(value.copy())
     if isinstance(value, np.generic):
         value = value.item()
-    return sketched(value) if isinstance(value, Tensor) else value  # type: ignore[no-any-return]
+    return sketched(value) if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()

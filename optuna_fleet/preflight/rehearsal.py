@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -41,7 +41,7 @@ from optuna_fleet.trainer.training import Training
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial, StopAt
-from optuna_fleet.wire.packing import unpack
+from optuna_fleet.wire.packing import is_primitive, unpack
 
 _MOST_LOOPS = 4
 _MOST_PASSES = 6  # of objectives that have no loop over epochs
@@ -67,7 +67,9 @@ class Data(InlineClient):
         assert order.spec is not None and order.payload is not None
         source = order.payload.load()
         source = replace(source, generators=payload.generators_in(source))
-        collates = {each.name: unpack(each.collate) for each in order.spec.datasets if each.collate}
+        collates = {
+            each.name: unpack(each.collate) for each in order.spec.datasets if each.collate
+        }
         super().__init__(order.spec, source, collates)
         self.sizes: set[int] = set()
         self._order = order
@@ -133,7 +135,8 @@ class RehearsedSession(Session):
         self.check()
         if target == "trial" and name in _DISTRIBUTIONS:
             value = self._suggested(args[0], _DISTRIBUTIONS[name](*args[1:], **kwargs))
-            self.parameters[args[0]] = value
+            if is_primitive(value):
+                self.parameters[args[0]] = value
             return value
         if target == "trial" and name in ("set_user_attr", "set_system_attr", "set_constraint"):
             self._user_attrs |= {args[0]: args[1]} if name == "set_user_attr" else {}
@@ -151,7 +154,7 @@ class RehearsedSession(Session):
             "system_attrs": {},
             "datetime_start": None,
         }
-        return dict(own[name] or {}) if name in own else self._unknown(target, name)
+        return own[name] if target == "trial" and name in own else self._unknown(target, name)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
         """See `Session`."""
@@ -465,7 +468,11 @@ def _disturb(objects: Any) -> None:
     generator, met = torch.Generator().manual_seed(7), set[int]()
     for thing in objects:
         for parameter in thing.parameters() if isinstance(thing, nn.Module) else ():
-            if parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in met:
+            if (
+                parameter.requires_grad
+                and parameter.is_floating_point()
+                and id(parameter) not in met
+            ):
                 met.add(id(parameter))
                 noise = torch.empty(parameter.shape, dtype=torch.float64)
                 noise = noise.normal_(generator=generator) * 2 * (parameter.abs().mean() + 0.1)
@@ -504,6 +511,3 @@ class _Missing:
 
     def __getattr__(self, name: str) -> Any:
         raise UnfitError(f"the objective asks the {self._target} for `{name}`")
-
-
-Params = Mapping[str, Any]

@@ -32,16 +32,18 @@ class Config:
 
     Attributes:
         descriptor: Of the connection on which it gets its orders.
-        preload: Modules to import.
+        path: Where modules are found.
+        preload: Those to import.
     """
 
     descriptor: int
+    path: tuple[str, ...]
     preload: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One rank's process has ended; `rehearsed` is packed, as it may need modules of the user's."""
+    """How one rank's process has ended, and what it took."""
 
     rehearsed: Rehearsed
     wall_s: float
@@ -142,9 +144,10 @@ def _ended(child: _Child, *, is_late: bool) -> Ran:
 
 def _forked(main: Callable[[], object], *closed: int) -> int:
     parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    _become(parent, main, closed)
+    pid = os.fork()
+    if pid == 0:
+        _become(parent, main, closed)
+    return pid
 
 
 def _become(parent: int, main: Callable[[], object], closed: Sequence[int]) -> NoReturn:
@@ -193,6 +196,7 @@ _kept: list[socket.socket] = []
 def main() -> None:
     """Body of the warm process."""
     config: Config = pickle.load(sys.stdin.buffer)
+    sys.path[:] = config.path
     preload(config.preload)
     with contextlib.suppress(KeyboardInterrupt, OSError):
         Warm(Connection(config.descriptor)).serve()

@@ -59,7 +59,9 @@ def trained(trial: Any, **optimizer: Any) -> tuple[Any, Any]:
     return trial.prepare(model, torch.optim.Adam(model.parameters(), **{"lr": 0.01, **optimizer}))
 
 
-def epoch_of(trial: Any, model: Any, optimizer: Any, loss: Any = F.cross_entropy, **how: Any) -> None:
+def epoch_of(
+    trial: Any, model: Any, optimizer: Any, loss: Any = F.cross_entropy, **how: Any
+) -> None:
     model.train()
     for x, y in trial.batches("train", batch_size=10, **how):
         optimizer.zero_grad()
@@ -288,7 +290,13 @@ def aborts(trial: Any) -> None:
     ("objective", "words"),
     [
         (weighs_classes, ("gradient `model.", "in step 1 of mini-epoch 1", "class weights")),
-        (weighs_classes_late, ("gradient `model.", "in step 1 of mini-epoch 2",)),
+        (
+            weighs_classes_late,
+            (
+                "gradient `model.",
+                "in step 1 of mini-epoch 2",
+            ),
+        ),
         (follows_data, ("in step 2 of mini-epoch 1", "a codebook")),
         (means_of_means, ("reported value", "trial.shard_size")),
         (aborts, ("it fails", "SIGABRT")),
