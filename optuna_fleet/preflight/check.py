@@ -145,9 +145,7 @@ class Checker:
                 moves=False,
                 num_batches=_MORE_BATCHES[0],
                 study={**(facts or {}), "directions": directions, "direction": directions[0]},
-                maximize=directions[0] is StudyDirection.MAXIMIZE
-                if len(directions) == 1
-                else None,
+                maximize=_maximize(directions),
                 seed=seed,
                 num_threads=_num_threads(),
             )
@@ -257,6 +255,10 @@ class Checker:
             )
         self._connection = Connection(ours.detach())
         return self._connection
+
+
+def _maximize(directions: Sequence[StudyDirection]) -> bool | None:
+    return directions[0] is StudyDirection.MAXIMIZE if len(directions) == 1 else None
 
 
 def _num_threads() -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 _UNIFORM, _NORMAL = 0.37, 0.5
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
@@ -50,8 +50,8 @@ class QuietNoise:
         for name, constant in {**in_place, "bernoulli_": 1.0, "cauchy_": _NORMAL}.items():
             self._put(Tensor, name, _filled(constant))
         for name in _DROPOUTS:
-            self._put(F, name, lambda draw, x, *a, **k: x)
-        self._put(F, "scaled_dot_product_attention", _without_dropout)
+            self._put(functional, name, lambda draw, x, *a, **k: x)
+        self._put(functional, "scaled_dot_product_attention", _without_dropout)
         for name in ("random", "betavariate"):
             self._put(random, name, lambda draw, *a: (draw(*a), _UNIFORM)[1])
         for name in ("gauss", "normalvariate"):

@@ -64,7 +64,8 @@ class Data(InlineClient):
     """
 
     def __init__(self, order: Order, noise: QuietNoise, begin_pass: Callable[[], None]) -> None:
-        assert order.spec is not None and order.payload is not None
+        assert order.spec is not None
+        assert order.payload is not None
         source = order.payload.load()
         source = replace(source, generators=payload.generators_in(source))
         collates = {
