@@ -25,6 +25,7 @@ from tests.preflight.table import (
     ANY,
     BATCH,
     EPOCHS,
+    PLAIN,
     UNCHECKED,
     Table,
     bigrams,
@@ -129,7 +130,7 @@ def weighs_classes(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     weights = torch.tensor([1.0, 4.0, 0.5])
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             loss = F.cross_entropy(model(x), y, weight=weights)
             step(optimizer, trial.weighted(loss, weights[y].sum()))
 
@@ -138,7 +139,7 @@ def weighs_classes(trial: Any) -> None:
 def weighs_tokens(trial: Any) -> None:
     model, optimizer = prepared(trial, bigrams())
     for _ in trial.epochs(EPOCHS):
-        for tokens in trial.batches("words", BATCH):
+        for tokens in trial.batches("train_words", BATCH):
             targets = tokens[:, 1:].flatten()
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets, ignore_index=0)
             step(optimizer, trial.weighted(loss, (targets != 0).sum()))
@@ -149,7 +150,7 @@ def weighs_positives(trial: Any) -> None:
     """Which some ranks have none of."""
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             mask = y == 1
             loss = F.mse_loss(model(x)[mask], x[mask, :3])
             step(optimizer, trial.weighted(loss, mask.sum()))
@@ -159,7 +160,7 @@ def weighs_positives(trial: Any) -> None:
 def weighs_one_of_two_tasks(trial: Any) -> None:
     model, optimizer = prepared(trial, network())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             outputs, mask = model(x), (y != 0).to(x)
             each = F.cross_entropy(outputs, y, reduction="none")
             loss = (mask * each).sum() / mask.sum().clamp(min=1)
@@ -170,7 +171,7 @@ def weighs_one_of_two_tasks(trial: Any) -> None:
 def weighs_and_accumulates(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        batches = trial.batches("rows", BATCH)
+        batches = trial.batches("train_table", BATCH)
         for k, (x, y, _) in enumerate(batches, 1):
             weight = (1.0 + y).sum()
             each = F.cross_entropy(model(x), y, reduction="none")
@@ -229,7 +230,7 @@ def lbfgs(trial: Any) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
     model, optimizer = trial.prepare(model, optimizer)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
 
             def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
                 optimizer.zero_grad()
@@ -246,7 +247,7 @@ def sparse_adam(trial: Any) -> None:
     rows = torch.optim.SparseAdam(table.parameters(), lr=0.05)
     trial.prepare(table, head, rows, others := sgd(head))
     for _ in trial.epochs(EPOCHS):
-        for tokens in trial.batches("words", BATCH):
+        for tokens in trial.batches("train_words", BATCH):
             rows.zero_grad()
             step(others, F.cross_entropy(head(table(tokens[:, 0])), tokens[:, 1]))
             rows.step()
@@ -261,7 +262,7 @@ def groups_of_parameters(trial: Any) -> None:
     ]
     model, optimizer = trial.prepare(model, torch.optim.AdamW(groups, lr=0.02))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -277,7 +278,7 @@ def schedules(make: Callable[[Any], Any]) -> Any:
         model, optimizer, schedule = trial.prepare(model, optimizer, make(optimizer))
         is_led = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
         for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("rows", BATCH):
+            for x, y, _ in trial.batches("train_table", BATCH):
                 loss = F.cross_entropy(model(x), y)
                 step(optimizer, loss)
                 mean = trial.mean(loss.item(), weight=trial.shard_size)
@@ -301,7 +302,7 @@ def schedule_by_epoch(trial: Any) -> None:
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     trial.prepare(model, optimizer, schedule)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
         schedule.step()
 
@@ -313,7 +314,7 @@ def plateau_of_the_validation_loss(trial: Any) -> None:
     schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     trial.prepare(model, optimizer, schedule)
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
         loss = validation_loss(trial, model)
         schedule.step(loss)
@@ -325,7 +326,7 @@ def rate_by_the_number_of_the_epoch(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
         optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (epoch // 3)
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -334,7 +335,7 @@ def warm_up_counted_in_its_state(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     trial.state.setdefault("steps", 0)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             trial.state["steps"] += 1
             optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, trial.state["steps"] / 100)
             step(optimizer, F.cross_entropy(model(x), y))
@@ -350,7 +351,7 @@ def autocasts(dtype: torch.dtype, *, scales: bool) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
         trial.prepare(model, optimizer, scaler)
         for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("rows", BATCH):
+            for x, y, _ in trial.batches("train_table", BATCH):
                 with torch.autocast("cpu", dtype=dtype):
                     loss = F.cross_entropy(model(x), y)
                 optimizer.zero_grad()
@@ -386,7 +387,7 @@ class _InHalf(nn.Module):
 def accumulates(trial: Any) -> None:
     model, optimizer = prepared(trial, _normalised())
     for _ in trial.epochs(EPOCHS):
-        batches = trial.batches("rows", BATCH)
+        batches = trial.batches("train_table", BATCH)
         for k, (x, y, _) in enumerate(batches, 1):
             (F.cross_entropy(model(x), y) / 2).backward()
             if k % 2 == 0 or k == len(batches):
@@ -400,7 +401,7 @@ def gan(trial: Any) -> None:
     making, judging = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (maker, critic))
     trial.prepare(maker, critic, making, judging)
     for _ in trial.epochs(EPOCHS):
-        for x, _, _ in trial.batches("rows", BATCH):
+        for x, _, _ in trial.batches("train_table", BATCH):
             made = maker(torch.randn_like(x))
             step(judging, (F.softplus(-critic(x)) + F.softplus(critic(made.detach()))).mean())
             step(making, F.softplus(-critic(made)).mean())
@@ -412,7 +413,7 @@ def critic_is_trained_more_often(trial: Any) -> None:
     making, judging = sgd(maker), sgd(critic)
     trial.prepare(maker, critic, making, judging)
     for _ in trial.epochs(EPOCHS):
-        for k, (x, _, _) in enumerate(trial.batches("rows", BATCH)):
+        for k, (x, _, _) in enumerate(trial.batches("train_table", BATCH)):
             made = maker(x.flip(1))
             step(judging, (critic(made.detach()) - critic(x)).tanh().mean())
             if k % 2 == 0:
@@ -426,7 +427,7 @@ def averages_in_its_state(trial: Any) -> None:
         "average", {n: p.detach().clone() for n, p in model.named_parameters()}
     )
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
             for name, p in model.named_parameters():
                 average[name].lerp_(p.detach(), 0.1)
@@ -441,7 +442,7 @@ def averaged_model_is_prepared(trial: Any) -> None:
     average = swa_utils.AveragedModel(model, use_buffers=True)
     model, average, optimizer = trial.prepare(model, average, sgd(model))
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
             average.update_parameters(model)
         trial.report(validation_loss(trial, average), epoch)
@@ -452,7 +453,7 @@ def stops_by_its_state(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best = trial.state.setdefault("best", {"loss": math.inf, "bad": 0})
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
         loss = validation_loss(trial, model)
         trial.report(loss, epoch)
@@ -467,7 +468,7 @@ def stops_by_its_state(trial: Any) -> float:
 def stops_by_what_it_reported(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
         trial.report(validation_loss(trial, model), epoch)
         if trial.should_prune():
@@ -481,7 +482,7 @@ def stops_by_what_it_reported(trial: Any) -> float:
 def totals_in_a_movable_pass(trial: Any) -> None:
     model, optimizer = prepared(trial, _normalised())
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH, movable=True):
+        for x, y, _ in trial.batches("train_table", BATCH, movable=True):
             loss = F.cross_entropy(model(x), y)
             trial.totals["loss"] += loss.detach() * trial.shard_size
             trial.totals["samples"] += trial.shard_size
@@ -495,7 +496,7 @@ def mean_loss_of_an_epoch(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
         total = num_samples = 0.0
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             loss = F.cross_entropy(model(x), y)
             step(optimizer, loss)
             total += loss.item() * trial.shard_size
@@ -507,7 +508,7 @@ def mean_loss_of_an_epoch(trial: Any) -> None:
 def blocks_of_steps(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer(), momentum=0.9)
     for block in trial.steps(30, every=4):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
         trial.report(validation_loss(trial, model), block)
 
@@ -518,10 +519,10 @@ def pretrains_then_trains(trial: Any) -> None:
     first, second = sgd(model), sgd(model, head, lr=0.05)
     trial.prepare(model, head, first, second)
     for _ in trial.epochs(4):
-        for x, _, _ in trial.batches("rows", BATCH):
+        for x, _, _ in trial.batches("train_table", BATCH):
             step(first, F.mse_loss(model(x), x[:, :3]))
     for _ in trial.epochs(5):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(second, F.cross_entropy(head(model(x)), y))
 
 
@@ -531,7 +532,7 @@ def folds(trial: Any) -> float:
     for fold in range(2):
         model, optimizer = prepared(trial, scorer())
         for _ in trial.epochs(3):
-            for x, y, _ in trial.batches(("rows", "rows_val")[fold], BATCH):
+            for x, y, _ in trial.batches(("train_table", "val_table")[fold], BATCH):
                 step(optimizer, F.cross_entropy(model(x), y))
         if len(values) == fold:
             values.append(validation_loss(trial, model))
@@ -545,7 +546,7 @@ def unfreezes(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch >= 4:
             model.encoder.requires_grad_(True)
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -556,7 +557,7 @@ def freezes_once(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch == 4:
             model.encoder.requires_grad_(False)
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -565,7 +566,7 @@ def clips_and_logs_norms(trial: Any) -> None:
     model, optimizer = prepared(trial, network())
     for epoch in trial.epochs(EPOCHS):
         norms = []
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
@@ -579,7 +580,7 @@ def teacher_is_prepared(trial: Any) -> None:
     teacher.load_state_dict(model.state_dict())
     model, teacher, optimizer = trial.prepare(model, teacher.requires_grad_(False), sgd(model))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             outputs, taught = model(x), teacher(x.flip(1)).softmax(1)
             step(optimizer, F.cross_entropy(outputs, y) + F.cross_entropy(outputs, taught))
             with torch.no_grad():
@@ -592,7 +593,7 @@ def centre_is_averaged_over_the_ranks(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     centre = trial.state.setdefault("centre", torch.zeros(3))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             outputs = model(x)
             step(optimizer, F.cross_entropy(outputs - centre.to(outputs), y))
             mean = trial.mean(outputs.detach().mean(0), weight=trial.shard_size)
@@ -672,12 +673,12 @@ def convolutions(trial: Any) -> None:
     model, optimizer = prepared(trial, nn.Sequential(*layers, nn.Linear(16, 3)))
     for epoch in trial.epochs(EPOCHS):
         model.train()
-        for images, labels in trial.batches("images", BATCH):
+        for images, labels in trial.batches("train_images", BATCH):
             step(optimizer, F.cross_entropy(model(images), labels))
         model.eval()
         right = 0
         with torch.no_grad():
-            for images, labels in trial.batches("images_val", BATCH):
+            for images, labels in trial.batches("val_images", BATCH):
                 right += int((model(images).argmax(1) == labels).sum())
         trial.report(trial.sum(right) / 20, epoch)
 
@@ -686,7 +687,7 @@ def convolutions(trial: Any) -> None:
 def random_numbers_of_all_kinds(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             noise = random.gauss(0, 1) + np.random.rand() + float(np.random.normal())
             mask = torch.bernoulli(torch.full_like(x, 0.8))
             step(optimizer, F.cross_entropy(model(mask * x + 0.1 * noise), y))
@@ -707,55 +708,51 @@ def _examples(folder: Path) -> Iterator[None]:
 
 
 class OnLittleData:
-    """A trial whose data sets are called otherwise, and whose choices are made."""
+    """A trial whose data sets are called otherwise."""
 
-    def __init__(self, trial: Any, names: dict[str, str], params: dict[str, Any]) -> None:
+    def __init__(self, trial: Any, names: dict[str, str]) -> None:
         self._trial, self._names = trial, names
-        self._chosen = optuna.trial.FixedTrial(params)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._chosen if name.startswith("suggest_") else self._trial, name)
+        return getattr(self._trial, name)
 
     def batches(self, name: str, *arguments: Any, **options: Any) -> Any:
         return self._trial.batches(self._names[name], *arguments, **options)
 
 
-def example(module: str, names: dict[str, str], **params: Any) -> Any:
+def example(module: str, names: dict[str, str]) -> Any:
     def objective(trial: Any) -> Any:
         folder = EXAMPLES / "ports" if module.startswith("pytorch") else EXAMPLES
         with _examples(folder):
             found = importlib.import_module(module)
-        return found.objective(OnLittleData(trial, names, params))
+        return found.objective(OnLittleData(trial, names))
 
     return objective
 
 
-IMAGES = {"train": "images", "val": "images_val"}
+IMAGES = {"train": "train_images", "val": "val_images"}
 for _optimizer, _rate in (("sgd", {"sgd_lr": 0.1}), ("adam", {"adam_lr": 0.01})):
     for _depth in (1, 3):
         GOOD.add(
             f"example: digits, {_optimizer}, depth {_depth}",
-            example("digits", IMAGES, optimizer=_optimizer, depth=_depth, width=8, **_rate),
+            example("digits", IMAGES),
             ANY,
+            **{"optimizer": _optimizer, "depth": _depth, "width": 8, **_rate},
         )
+PIXELS = {"train": "train_digits", "val": "val_digits"}
 for _optimizer in ("Adam", "RMSprop", "SGD"):
-    _params = {"n_layers": 1, "n_units_l0": 16, "dropout_l0": 0.2}
+    _params = {"optimizer": _optimizer, "lr": 0.01}
     GOOD.add(
         f"example: port, {_optimizer}",
-        example(
-            "pytorch_simple_fleet",
-            {"train": "digits", "val": "digits_val"},
-            optimizer=_optimizer,
-            lr=0.01,
-            **_params,
-        ),
+        example("pytorch_simple_fleet", PIXELS),
         ANY,
+        **{**_params, "n_layers": 1, "n_units_l0": 16, "dropout_l0": 0.2},
     )
 
 # -- what is not to be checked --------------------------------------------------------------------
 
 
-@GOOD.case(UNCHECKED)
+@GOOD.case(PLAIN)
 def plain_objective(trial: Any) -> float:
     return trial.suggest_float("x", 0.0, 1.0) ** 2
 
@@ -765,5 +762,5 @@ def trains_in_stages(trial: Any) -> None:
     model = network()
     pipeline = trial.pipeline(model, sgd(model), F.cross_entropy)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("rows", BATCH):
+        for x, y, _ in trial.batches("train_table", BATCH):
             pipeline.step(x, y)
