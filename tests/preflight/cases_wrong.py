@@ -389,7 +389,7 @@ def divides_by_the_number_of_devices(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y) / trial.world_size)
 
 
-@WRONG.case(ONE, "lr")
+@WRONG.case(ONE, "scorer")
 def scales_its_rate_by_the_number_of_devices(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer(), lr=0.05 * trial.world_size)
     for _ in trial.epochs(EPOCHS):
@@ -406,7 +406,7 @@ def shards_once_more(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x[mine]), y[mine]))
 
 
-@WRONG.case(ONE, "lr")
+@WRONG.case(ONE, "learning rate")
 def schedules_on_the_first_rank_only(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = trial.prepare(lr_scheduler.ExponentialLR(optimizer, 0.5))
@@ -514,18 +514,19 @@ class Largest(Keeps):
         return hidden / self.kept
 
 
-for _kind, _shape in (
-    (Codebook, (8, 6)),
-    (Queue, (16, 6)),
-    (Centre, (6,)),
-    (ClassCentres, (2, 6)),
+_FOLLOWS = "kept from batch to batch"  # it is used before it changes
+for _kind, _shape, _words in (
+    (Codebook, (8, 6), _FOLLOWS),
+    (Queue, (16, 6), _FOLLOWS),
+    (Centre, (6,), _FOLLOWS),
+    (ClassCentres, (2, 6), "gradient"),
+    (Largest, (), "gradient"),
 ):
     WRONG.add(
         f"buffer: {_kind.__name__}",
         trains(_cross_entropy, functools.partial(_kind, *_shape)),
-        *(ONE, "kept"),
+        *(ONE, _words),
     )
-WRONG.add("buffer: Largest", trains(_cross_entropy, Largest), ONE, "kept")
 
 
 @WRONG.case(ONE, "table")
@@ -540,7 +541,7 @@ def table_per_sample(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y) + 3 * drawn)
 
 
-@WRONG.case(ONE, "mean")
+@WRONG.case(ONE, "scorer")
 def inputs_normalised_by_running_means(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     running = trial.state.setdefault("running", {"mean": [0.0] * 6})
@@ -551,7 +552,7 @@ def inputs_normalised_by_running_means(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x - mean), y))
 
 
-@WRONG.case(ONE, "scale")
+@WRONG.case(ONE, "scorer")
 def divides_by_its_mean_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
@@ -561,7 +562,7 @@ def divides_by_its_mean_loss(trial: Any) -> None:
             step(optimizer, loss / trial.state["scale"])
 
 
-@WRONG.case(ONE, "lr")
+@WRONG.case(ONE, "scorer")
 def decays_by_the_samples_it_has_seen(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
@@ -571,7 +572,7 @@ def decays_by_the_samples_it_has_seen(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-@WRONG.case(ONE, "lr")
+@WRONG.case(ONE, "scorer")
 def rate_by_its_own_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
@@ -581,7 +582,7 @@ def rate_by_its_own_loss(trial: Any) -> None:
             step(optimizer, loss)
 
 
-@WRONG.case(ONE)
+@WRONG.case(ONE, "schedule")
 def schedule_led_by_its_own_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = trial.prepare(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
@@ -592,7 +593,7 @@ def schedule_led_by_its_own_loss(trial: Any) -> None:
         schedule.step(loss.item())
 
 
-@WRONG.case(ONE, "weights")
+@WRONG.case(ONE, "scorer")
 def balances_tasks_by_their_losses(trial: Any) -> None:
     """GradNorm, in short."""
     model, optimizer = prepared(trial, scorer())
@@ -1063,7 +1064,7 @@ def grows_its_batches_by_a_variable(trial: Any) -> None:
         size += 2
 
 
-@WRONG.case(STAYS, "lr")
+@WRONG.case(STAYS, "learning rate")
 def takes_rates_from_an_iterator(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     rates = itertools.cycle([0.1, 0.05, 0.02, 0.01])
@@ -1115,7 +1116,7 @@ def counts_in_a_trainer(trial: Any) -> None:
 _CALLS = [0]
 
 
-@WRONG.case(STAYS, "lr")
+@WRONG.case(STAYS, "learning rate")
 def counts_in_a_global(trial: Any) -> None:
     """A process that has had the trial before would go on counting: it must not be the same."""
     model, optimizer = prepared(trial, scorer())
