@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import random
@@ -193,23 +194,24 @@ def _is_for_all(kind: type) -> bool:
     return kind.__name__ not in ("SparseAdam", "Muon")  # sparse gradients only; matrices only
 
 
-def _normalised() -> nn.Module:
-    """A bias before BatchNorm has no gradient but rounding."""
-    return network(nn.BatchNorm1d(8), nn.ReLU())
+def _normalised(*, bias: bool = False) -> nn.Module:
+    return network(nn.BatchNorm1d(8), nn.ReLU(), bias=bias)
 
 
+# A bias before BatchNorm has no gradient but rounding, of which these make steps.
+AMPLIFY_ROUNDING = ("Rprop", "Adafactor")
 OPTIMIZERS = [kind for kind in torch_objects.OPTIMIZERS if _is_for_all(kind)]
 for _kind in OPTIMIZERS:
-    for _make, _of in ((network, ""), (_normalised, ", BatchNorm")):
-        GOOD.add(
-            f"optimizer: {_kind.__name__}{_of}",
-            trains(
-                mean_of_classes,
-                _make,
-                lambda model, kind=_kind: kind(model.parameters(), lr=0.01),
-            ),
-            ANY,
-        )
+
+    def _optimizer(model: nn.Module, kind: Any = _kind) -> Any:
+        return kind(model.parameters(), lr=0.01)
+
+    _of = f"optimizer: {_kind.__name__}"
+    GOOD.add(_of, trains(mean_of_classes, network, _optimizer), ANY)
+    GOOD.add(f"{_of}, BatchNorm", trains(mean_of_classes, _normalised, _optimizer), ANY)
+    if _kind.__name__ not in AMPLIFY_ROUNDING:
+        _biased = functools.partial(_normalised, bias=True)
+        GOOD.add(f"{_of}, bias, BatchNorm", trains(mean_of_classes, _biased, _optimizer), ANY)
 GOOD.add(
     "optimizer: momentum, weight decay",
     trains(

@@ -149,10 +149,12 @@ def bigrams() -> nn.Sequential:
     return nn.Sequential(OrderedDict(scorer=nn.Embedding(10, 10)))
 
 
-def network(*layers: nn.Module) -> nn.Sequential:
+def network(*layers: nn.Module, bias: bool = True) -> nn.Sequential:
     """Two layers, `encoder` and `scorer`, and what is between them."""
     between = {f"layer{k}": layer for k, layer in enumerate(layers)} or {"tanh": nn.Tanh()}
-    return nn.Sequential(OrderedDict(encoder=nn.Linear(6, 8), **between, scorer=nn.Linear(8, 3)))
+    return nn.Sequential(
+        OrderedDict(encoder=nn.Linear(6, 8, bias=bias), **between, scorer=nn.Linear(8, 3))
+    )
 
 
 def sgd(*modules: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.Optimizer:
