@@ -1,0 +1,85 @@
+"""An objective in float64, whatever precision it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_DOUBLE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
+_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy}
+
+
+class InDouble(TorchFunctionMode):
+    """While it is entered, what would be of less precision is float64.
+
+    Args:
+        replaced: Functions to call in the place of others.
+    """
+
+    def __init__(self, replaced: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._replaced = replaced
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].double()
+        if any(type(arg) is torch.dtype for arg in args):
+            args = tuple(_DOUBLE.get(a, a) if type(a) is torch.dtype else a for a in args)
+        if "dtype" in kwargs:
+            kwargs = {**kwargs, "dtype": _DOUBLE.get(kwargs["dtype"], kwargs["dtype"])}
+        try:
+            result = self._replaced.get(func, func)(*args, **kwargs)
+        except RuntimeError:  # perhaps of a tensor that the script has made
+            if not _are_mixed(again := in_double((args, kwargs)), (args, kwargs)):
+                raise
+            args, kwargs = again
+            result = self._replaced.get(func, func)(*args, **kwargs)
+        return in_double(result) if func in _MAKERS else result
+
+
+def _are_mixed(cast: Any, given: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(cast), pytree.tree_leaves(given), strict=True)
+    return any(one is not other for one, other in pairs)
+
+
+def in_double(value: Any) -> Any:
+    """Nested data, with its numbers in float64."""
+    return pytree.tree_map_only(Tensor, _one, value)
+
+
+def _one(tensor: Tensor) -> Tensor:
+    return tensor.to(_DOUBLE[tensor.dtype]) if tensor.dtype in _DOUBLE else tensor
+
+
+def double_(module: nn.Module) -> None:
+    """Have a module compute in float64."""
+    module._apply(_one)
+
+
+def without_autocast() -> None:
+    """Have autocast, and what scales gradients for it, do nothing; for good."""
+    for kind in (torch.amp.autocast_mode.autocast, torch.amp.grad_scaler.GradScaler):
+        _disable(kind)
+
+
+def _disable(kind: Any) -> None:
+    begin = kind.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        begin(self, *args, **kwargs)
+        self._enabled = False
+
+    kind.__init__ = __init__
