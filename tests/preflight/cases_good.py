@@ -8,6 +8,7 @@ import importlib
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.behaviour import losses, objectives, test_began_anew, test_loops, test_steps
+from tests.behaviour import losses, objectives, test_began_anew, test_steps
 from tests.behaviour import test_torch_objects as torch_objects
 from tests.behaviour import test_within_epochs as within_epochs
 from tests.preflight.table import (
@@ -45,9 +46,7 @@ GOOD = Table()
 
 for _name, _objective in objectives.OBJECTIVES.items():
     GOOD.add(f"usual: {_name}", _objective, ANY)
-for _name, _objective in test_loops.LOOPS.items():
-    GOOD.add(f"loop: {_name}", _objective, ANY)
-for _objective in (within_epochs.begins_busily, within_epochs.trains, test_began_anew.keeps_all):
+for _objective in (within_epochs.trains, test_began_anew.keeps_all):
     GOOD.add(f"movable: {_objective.__name__}", _objective, ANY)
 GOOD.add("steps", test_steps.ALONG, ANY)
 GOOD.add("movable steps", test_steps.MOVABLE, ANY)
@@ -239,6 +238,40 @@ def lbfgs(trial: Any) -> None:
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 return loss
+
+            optimizer.step(closure)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Calls a closure twice, which takes away the gradients of the step before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        parameters = self.param_groups[0]["params"]
+        ascent = [0.05 * p.grad for p in parameters]
+        for p, way in zip(parameters, ascent, strict=True):
+            p.add_(way)
+        with torch.enable_grad():
+            closure()
+        for p, way in zip(parameters, ascent, strict=True):
+            p.sub_(way + 0.1 * p.grad)
+
+
+@GOOD.case(ANY)
+def steps_with_a_closure(trial: Any) -> None:
+    model = network()
+    model, optimizer = trial.prepare(model, SharpnessAware(model.parameters()))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
 
             optimizer.step(closure)
 
@@ -588,6 +621,21 @@ def teacher_is_prepared(trial: Any) -> None:
             with torch.no_grad():
                 for own, p in zip(teacher.parameters(), model.parameters(), strict=True):
                     own.lerp_(p, 0.5)
+
+
+@GOOD.case(ANY)
+def tells_a_tracker_where_it_is(trial: Any) -> None:
+    """What differs, and nothing follows from."""
+    model, optimizer = prepared(trial, scorer())
+    resume, began, device = trial.is_resumed, time.time(), f"{trial.rank} of {trial.world_size}"
+    lines = [] if trial.rank else [device]
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        lines = [f"{time.time() - began:.1f} s, resumed: {resume}, epoch {epoch}: {loss}"]
+        trial.report(loss, epoch)
+    assert lines
 
 
 @GOOD.case(ANY)
