@@ -6,6 +6,7 @@ A is undisturbed, on one device. Z is as A, but moved. W is on several devices.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import socket
@@ -270,11 +271,11 @@ def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
         return NotMoved(problem=moved.refused or f"moved, {moved.problem}")
     if not by_move:
         return None
-    variables = {key: size for key, size in by_move.items() if key.kind == "variable"}
-    # What causes the others differs where the first mini-epoch after a move ends, or by name.
+    # A variable, or a rate, is the cause of what differs in the same mini-epoch, if earlier in it.
     first = next(iter(by_move))
-    named = {k: size for k, size in variables.items() if k[:2] == first[:2]} or by_move
-    return NotMoved(differences=differences(named))
+    causes = [k for k in by_move if k[:2] == first[:2] and k.kind in ("variable", "learning rate")]
+    causes.sort(key=lambda key: key.kind != "variable")
+    return NotMoved(differences=differences({**dict.fromkeys(causes, math.inf), **by_move}))
 
 
 def _problem(failed: Sequence[Rehearsed]) -> str:

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from optuna_fleet.preflight.records import END, Key, Record, Sketch, Value
 from optuna_fleet.trainer.frames import users_frames, variables_of
@@ -52,6 +55,7 @@ class Recorder:
         self._objects: Sequence[Any] = ()
         self._names: dict[int, str] = {}
         register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
 
     def begin_epoch(self, objects: Sequence[Any], loop: int, epoch: int) -> None:
         """A mini-epoch begins; perhaps once more, to go on in its midst."""
@@ -71,7 +75,15 @@ class Recorder:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.num_steps += 1
         self._step += 1
-        if self._step > _MOST_STEPS or isinstance(optimizer, torch.optim.LBFGS):
+        if not _has_closure(args, kwargs):
+            self._note_gradients(optimizer)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs) and not isinstance(optimizer, torch.optim.LBFGS):
+            self._note_gradients(optimizer)
+
+    def _note_gradients(self, optimizer: Any) -> None:
+        if self._step > _MOST_STEPS:
             return
         names = self._parameters()
         for number, group in enumerate(optimizer.param_groups):
@@ -118,6 +130,11 @@ class Recorder:
             self.record[Key(*self._place, moment, kind, name)] = _kept(value)
             if kind == "gradient" and value.dtype in (torch.float16, torch.bfloat16):
                 self.is_rough = True
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step computes gradients by itself."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
 
 
 def _kept(value: Any) -> Value:

@@ -82,8 +82,7 @@ class Data(InlineClient):
         """See `InlineClient`."""
         plan = planned(self.spec, name, **arguments)
         full = self._order.num_batches if self.spec.dataset(name).shuffled else 1
-        first = self.spec.dataset(name).canonical_epoch(0)
-        return Batches(replace(plan, num_samples=_subset(plan, full), epoch=first), self._made_of)
+        return Batches(replace(plan, num_samples=_subset(plan, full)), self._made_of)
 
     def _made_of(self, plan: ReadPlan) -> Iterator[Batch]:
         self._begin_pass()
@@ -96,8 +95,11 @@ class Data(InlineClient):
             return super()._batch(plan, step)
 
     def _sample(self, plan: ReadPlan, position: int) -> Any:
+        # In each mini-epoch in another place, or a rank would always have the same.
+        position = (position + plan.epoch * (plan.num_samples // 3 | 1)) % plan.num_samples
         if (plan.name, position) not in self._made_samples:
-            self._made_samples[plan.name, position] = super()._sample(plan, position)
+            sample = super()._sample(replace(plan, epoch=0), position)
+            self._made_samples[plan.name, position] = sample
         return self._made_samples[plan.name, position]
 
 
@@ -331,8 +333,8 @@ class Rehearsal:
         if not trial.prepared:
             self._session.unwind(Left)
         self.recorder.begin_epoch(trial.prepared, loop, epoch)
-        if epoch == 1:
-            _disturb(trial.prepared)
+        if epoch > 0:
+            _disturb(trial.prepared, epoch)
         if self._order.moves and self._has_moved_within != (loop, epoch):
             self._has_moved_within = (loop, epoch)
             place = (loop, epoch, 1)
@@ -464,9 +466,9 @@ class Rehearsal:
 
 
 @torch.no_grad()
-def _disturb(objects: Any) -> None:
+def _disturb(objects: Any, seed: int) -> None:
     """The models are worse than before, in all runs alike: what keeps the best shows that."""
-    generator, met = torch.Generator().manual_seed(7), set[int]()
+    generator, met = torch.Generator().manual_seed(seed), set[int]()
     for thing in objects:
         for parameter in thing.parameters() if isinstance(thing, nn.Module) else ():
             if (
@@ -476,7 +478,7 @@ def _disturb(objects: Any) -> None:
             ):
                 met.add(id(parameter))
                 noise = torch.empty(parameter.shape, dtype=torch.float64)
-                noise = noise.normal_(generator=generator) * 2 * (parameter.abs().mean() + 0.1)
+                noise = noise.normal_(generator=generator) * 5 * (parameter.abs().mean() + 0.1)
                 parameter.add_(noise.to(parameter))
 
 

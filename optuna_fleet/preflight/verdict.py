@@ -222,9 +222,17 @@ class Plain(Verdict):
 def _moves(verdict: NotMoved) -> str:
     if verdict.problem:
         return verdict.problem
-    names = list(dict.fromkeys(f"`{one.name}`" for one in verdict.differences if one.name))
-    names = names or [verdict.differences[0].kind]
-    return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} would begin anew"
+    first = verdict.differences[0]
+    if first.kind != "variable":
+        return f"after a move {first}, as something begins anew"
+    names = (one.name for one in verdict.differences if one.kind == "variable")
+    found = list(dict.fromkeys(f"`{_root(name)}`" for name in names))
+    return f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''} would begin anew"
+
+
+def _root(name: str) -> str:
+    """The variable that a part belongs to."""
+    return name.removeprefix("len(").removesuffix(")").partition("[")[0]
 
 
 def usual_reason(first: Difference) -> str:
