@@ -72,9 +72,10 @@ _ENVIRONMENT = {
 
 @dataclass(slots=True)
 class _Costs:
-    """What a check has taken."""
+    """What a check has taken; `last_s`: its last rehearsals, side by side."""
 
     began: float = field(default_factory=time.monotonic)
+    last_s: float = 0.0
     cpu_s: float = 0.0
 
 
@@ -165,7 +166,7 @@ class Checker:
         return self._payloads[pipeline]
 
     def _found(self, order: Order, costs: _Costs) -> tuple[Verdict, Mapping[str, Any]]:
-        order, alone, wall_s = self._alone(order, costs)
+        order, alone = self._alone(order, costs)
         asked = alone.params
         if alone.ending is Ending.PLAIN:
             return Plain(), asked
@@ -174,24 +175,23 @@ class Checker:
             return NotChecked(why=f"{what}{alone.problem}", traceback=alone.traceback), asked
         if not alone.num_steps and not alone.num_epochs:
             return NotChecked(why="it does not train"), asked
-        limit_s = _PATIENCE * wall_s + _LEAST_S
+        limit_s = _PATIENCE * costs.last_s + _LEAST_S
         width = 3 if all(size % 2 == 0 for size in alone.sizes) else 2
         several = [replace(order, rank=rank, world_size=width) for rank in range(width)]
         (moved,), ranks = self._ran([[replace(order, moves=True)], several], limit_s, costs)
         return self._judged(order, alone, moved, ranks, limit_s, costs), asked
 
-    def _alone(self, order: Order, costs: _Costs) -> tuple[Order, Rehearsed, float]:
+    def _alone(self, order: Order, costs: _Costs) -> tuple[Order, Rehearsed]:
         """Rehearse A: in float64 if that can be, and with so many batches that it takes steps."""
         for is_double in (True, False):
             for num_batches in _MORE_BATCHES:
                 order = replace(order, is_double=is_double, num_batches=num_batches)
-                began = time.monotonic()
                 ((found,),) = self._ran([[order]], self._first_limit_s, costs)
                 if not found.is_whole or found.num_steps or not found.num_epochs:
                     break
             if found.ending is not Ending.RAISED:
                 break
-        return order, found, time.monotonic() - began
+        return order, found
 
     def _judged(
         self,
@@ -236,6 +236,7 @@ class Checker:
         except (EOFError, OSError) as error:
             raise LaunchError("The process that makes pre-flight checks has died.") from error
         costs.cpu_s += sum(one.cpu_s for group in ran for one in group)
+        costs.last_s = max(one.wall_s for group in ran for one in group)
         return [[one.rehearsed for one in group] for group in ran]
 
     def _connected(self) -> Connection:

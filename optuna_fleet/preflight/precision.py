@@ -33,10 +33,10 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         kwargs = kwargs or {}
-        if func in _CASTS:
-            return args[0].double()
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.amp."):
             return func(*args, **kwargs)  # its scales are float32 whatever it scales
+        if func in _CASTS:
+            return args[0].double()
         if any(type(arg) is torch.dtype for arg in args):
             args = tuple(_DOUBLE.get(a, a) if type(a) is torch.dtype else a for a in args)
         if "dtype" in kwargs:
@@ -70,13 +70,18 @@ def double_(module: nn.Module) -> None:
     module._apply(_one)  # type: ignore[no-untyped-call]
 
 
-def without_autocast() -> None:
-    """Have autocast do nothing; for good."""
+def watch_autocast(*, is_double: bool) -> list[Any]:
+    """Return a list that will not be empty once autocast was used; which does nothing in float64.
+
+    For good.
+    """
     kind: Any = torch.amp.autocast_mode.autocast
-    begin = kind.__init__
+    begin, used = kind.__init__, list[Any]()
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         begin(self, *args, **kwargs)
-        self._enabled = False
+        used.append(self.fast_dtype)
+        self._enabled = self._enabled and not is_double
 
     kind.__init__ = __init__
+    return used

@@ -13,8 +13,8 @@ class Difference:
     """Something that is not what it is on one device, undisturbed.
 
     Attributes:
-        kind: Of what: see `records.Kind`.
-        name: As the user wrote it, as far as it has a name.
+        kind: Of what: one of `records.KINDS`.
+        name: As the user wrote it.
         loop: Over epochs, from 1, in which it was seen.
         epoch: Mini-epoch of that, from 0.
         step: Of an optimizer, from 1, in that; None at its end.
@@ -30,14 +30,15 @@ class Difference:
 
     def __str__(self) -> str:
         where = "at the end" if self.step is None else f"in step {self.step}"
-        what = f"{self.kind} `{self.name}`" if self.name else self.kind
         size = f" by {self.size:.2g} of the largest" if self.size < float("inf") else ""
-        return f"the {what} differs{size} {where} of mini-epoch {self.epoch + 1}"
+        return (
+            f"the {self.kind} `{self.name}` differs{size} {where} of mini-epoch {self.epoch + 1}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a kind of trial may do.
+    """What trials like the checked one may do; `print` it, or show it in a notebook.
 
     Attributes:
         params: That the checked trial had.
@@ -54,29 +55,20 @@ class Verdict:
     @property
     def may_widen(self) -> bool:
         """Whether it gives the same on several devices."""
-        return False
+        return isinstance(self, Free | NotMoved)
 
     @property
     def may_move(self) -> bool:
         """Whether it gives the same wherever it goes on."""
-        return False
-
-    @property
-    def finding(self) -> str:
-        """A few words for what was found."""
-        raise NotImplementedError
-
-    @property
-    def advice(self) -> str:
-        """How to mend it; empty where nothing is to be mended."""
-        return ""
+        return isinstance(self, Free) or (isinstance(self, OneDevice) and self.moves is None)
 
     def __str__(self) -> str:
         params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
+        finding, advice = told(self)
         of = f" ({params})" if params else ""
-        advice = f"\n  {self.advice}" if self.advice else ""
-        took = f"\n  The check took {self.wall_s:.1f} s ({self.cpu_s:.1f} s of CPU time)."
-        return f"Pre-flight check{of}: {self.finding}{advice}{took}"
+        took = f"The check took {self.wall_s:.1f} s ({self.cpu_s:.1f} s of CPU time)."
+        lines = [f"Pre-flight check{of}: {finding}", advice, took]
+        return "\n  ".join(filter(None, lines))
 
     def _repr_html_(self) -> str:
         first, *more = str(self).split("\n")
@@ -88,48 +80,18 @@ class Verdict:
 class Free(Verdict):
     """Any devices, any moves."""
 
-    @property
-    def may_widen(self) -> bool:
-        """See `Verdict`."""
-        return True
-
-    @property
-    def may_move(self) -> bool:
-        """See `Verdict`."""
-        return True
-
-    @property
-    def finding(self) -> str:
-        """See `Verdict`."""
-        return "the same on any devices, and over moves"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotMoved(Verdict):
     """No moves by choice.
 
     Attributes:
-        differences: What is not as it would be had it not moved, in the order of time.
+        differences: What is not as it would be had it not moved; causes first.
         problem: Why it could not be moved at all.
     """
 
     differences: tuple[Difference, ...] = ()
     problem: str = ""
-
-    @property
-    def may_widen(self) -> bool:
-        """See `Verdict`."""
-        return True
-
-    @property
-    def finding(self) -> str:
-        """See `Verdict`."""
-        return f"the same on several devices, but not moved: {_moves(self)}"
-
-    @property
-    def advice(self) -> str:
-        """See `Verdict`."""
-        return "" if self.problem else _KEEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,77 +108,46 @@ class OneDevice(Verdict):
     problem: str = ""
     moves: NotMoved | None = None
 
-    @property
-    def may_move(self) -> bool:
-        """See `Verdict`."""
-        return self.moves is None
-
-    @property
-    def finding(self) -> str:
-        """See `Verdict`."""
-        what = str(self.differences[0]) if self.differences else self.problem
-        moves = "" if self.moves is None else f"; nor is it moved: {_moves(self.moves)}"
-        return f"one device: on several {what}{moves}"
-
-    @property
-    def advice(self) -> str:
-        """See `Verdict`."""
-        reason = usual_reason(self.differences[0]) if self.differences else ""
-        return f"{reason} {'' if self.moves is None else self.moves.advice}".strip()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotRepeatable(Verdict):
-    """It gives other results when it is run again on one device.
-
-    Attributes:
-        differences: What differs, in the order of time.
-    """
+    """It gives other results when it is run again on one device: these `differences`."""
 
     differences: tuple[Difference, ...] = ()
-
-    @property
-    def finding(self) -> str:
-        """See `Verdict`."""
-        return f"not repeatable on one device: run again, {self.differences[0]}"
-
-    @property
-    def advice(self) -> str:
-        """See `Verdict`."""
-        return _SEED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotChecked(Verdict):
-    """Nothing is known.
-
-    Attributes:
-        why: A sentence.
-        traceback: Of the objective, if it has raised.
-    """
+    """Nothing is known: `why`; with the `traceback` of an objective that has raised."""
 
     why: str
     traceback: str = ""
-
-    @property
-    def finding(self) -> str:
-        """See `Verdict`."""
-        return f"not checked: {self.why}"
-
-    @property
-    def advice(self) -> str:
-        """See `Verdict`."""
-        return self.traceback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain(Verdict):
     """It prepares nothing: there is nothing to check."""
 
-    @property
-    def finding(self) -> str:
-        """See `Verdict`."""
-        return "plain: one device, as it prepares nothing (`trial.prepare`)"
+
+def told(verdict: Verdict) -> tuple[str, str]:
+    """What was found, in a few words, and how it is mended, if it has to be."""
+    match verdict:
+        case NotMoved():
+            finding = f"the same on several devices, but not moved: {_moves(verdict)}"
+            return finding, "" if verdict.problem else _KEEP
+        case OneDevice(differences=found, moves=moves):
+            nor = "" if moves is None else f"; nor is it moved: {_moves(moves)}"
+            what = str(found[0]) if found else verdict.problem
+            advice = [usual_reason(found[0])] if found else []
+            advice += [_KEEP] if moves is not None and not moves.problem else []
+            return f"one device: on several {what}{nor}", " ".join(advice)
+        case NotRepeatable(differences=found):
+            return f"not repeatable on one device: run again, {(*found, 'it fails')[0]}", _SEED
+        case NotChecked():
+            return f"not checked: {verdict.why}", verdict.traceback
+        case Plain():
+            return "plain: one device, as it prepares nothing (`trial.prepare`)", ""
+    return "the same on any devices, and over moves", ""
 
 
 def _moves(verdict: NotMoved) -> str:
@@ -239,13 +170,7 @@ def usual_reason(first: Difference) -> str:
     """What usually makes several devices differ, by what differs first, and when."""
     if first.kind == "gradient" and (first.epoch, first.step) == (0, 1):
         return _LOSS
-    if first.kind in ("gradient", "parameter", "optimizer state") or first.kind == "buffer":
-        return _KEPT
-    if first.kind in ("reported value", "total"):
-        return _SUM
-    if first.kind == "trial.state":
-        return _STATE
-    return _APART
+    return _REASONS.get(first.kind, _KEPT)
 
 
 _LOSS = (
@@ -254,8 +179,8 @@ _LOSS = (
 )
 _KEPT = (
     "The first step is the same: something is kept from batch to batch that follows each device's "
-    "own samples (a queue, a codebook, a running mean): sum it over the devices (trial.sum, "
-    "trial.mean)."
+    "own samples (a queue, a codebook, a running mean), or a loss that comes later is no plain "
+    "mean over the samples: sum over the devices (trial.sum, trial.mean, trial.weighted)."
 )
 _SUM = (
     "The training is the same, but not what is reported: each device has seen its part only. Add "
@@ -266,7 +191,7 @@ _STATE = (
     "Each device has filled trial.state from its own samples: sum or average over the devices "
     "(trial.sum, trial.mean) what goes there."
 )
-_APART = "The devices do not do the same: does the objective depend on trial.rank, or on its data?"
+_REASONS = {"reported value": _SUM, "total": _SUM, "trial.state": _STATE}
 _KEEP = (
     "Keep such things in trial.state, or trial.totals, prepare objects (trial.prepare), make what "
     "modules keep buffers, or use trial.best_value and trial.should_stop(...)."

@@ -23,6 +23,7 @@ from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.processes import cause_of_death, die_with, end_session, preload
 from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 
+_TICK_S = 1.0
 _GRACE_S = 5.0  # for ranks whose peer has failed
 
 
@@ -92,12 +93,15 @@ class Warm:
         children = [
             self._started(number, order) for number, group in enumerate(groups) for order in group
         ]
-        deadlines = dict.fromkeys(range(len(groups)), time.monotonic() + limit_s)
+        deadlines = dict.fromkeys(range(len(groups)), limit_s)
+        now, looked = 0.0, time.monotonic()
         while running := [child for child in children if child.ran is None]:
-            wait_s = min(deadlines[child.group] for child in running) - time.monotonic()
+            wait_s = min(deadlines[child.group] for child in running) - now
             pidfds = [child.pidfd for child in running]
-            ready = select.select(pidfds, [], [], max(0.0, wait_s))[0]
-            now = time.monotonic()
+            ready = select.select(pidfds, [], [], min(max(0.0, wait_s), _TICK_S))[0]
+            # A machine that stands still, or is suspended, is no fault of theirs.
+            before, looked = looked, time.monotonic()
+            now += min(looked - before, 2 * _TICK_S)
             for child in running:
                 is_late = now >= deadlines[child.group]
                 if child.pidfd in ready or is_late:
