@@ -211,6 +211,9 @@ class Checker:
             seen = set[Key]().union(*(rank.record for rank in ranks))
             by_width = {key: size for key, size in by_width.items() if key in seen}
         by_move = unlike(alone.record, moved.record) if moved.is_whole else {}
+        if moved.tells_resumed:  # what holds the answer is meant to differ
+            answer = [key for key in by_move if moved.record.get(key) is True]
+            by_move = {k: size for k, size in by_move.items() if k not in answer}
         if by_width or by_move:
             ((again,),) = self._ran([[order]], limit_s, costs)
             unsteady = unlike(alone.record, again.record)

@@ -123,6 +123,7 @@ class Rehearsed:
         sizes: Those of the batches that were read.
         num_moves: How often it was moved.
         refused: Why it could not be moved.
+        tells_resumed: The objective has asked whether it is resumed.
         is_rough: Numbers of less precision than float32 are in it.
     """
 
@@ -136,6 +137,7 @@ class Rehearsed:
     sizes: frozenset[int] = frozenset()
     num_moves: int = 0
     refused: str = ""
+    tells_resumed: bool = False
     is_rough: bool = False
 
     @property

@@ -55,6 +55,12 @@ class RehearsedTrial(FleetTrial):
         """See `FleetTrial`."""
         return True
 
+    @property
+    def is_resumed(self) -> bool:
+        """See `FleetTrial`."""
+        self._rehearsal.tells_resumed = True
+        return super().is_resumed
+
     def prepare(self, *objects: Any, **bounds: Any) -> Any:
         """See `FleetTrial`; it is on one device too, as the model need not train for long."""
         for thing in objects:
@@ -101,9 +107,14 @@ def _few(num: int) -> list[int]:
 
 
 class Rehearsal:
-    """Of one rank: one run after the other, if it is moved."""
+    """Of one rank: one run after the other, if it is moved.
+
+    Attributes:
+        tells_resumed: Whether the objective has asked if it is resumed.
+    """
 
     def __init__(self, order: Order) -> None:
+        self.tells_resumed = False
         self.recorder = Recorder()
         self._order = order
         self._noise = QuietNoise()
@@ -260,6 +271,7 @@ class Rehearsal:
             sizes=frozenset(self._data.sizes if self._data else ()),
             num_moves=self._num_moves,
             refused=self._heard.refused,
+            tells_resumed=self.tells_resumed,
             is_rough=recorder.is_rough or bool(self._casts),
         )
 
