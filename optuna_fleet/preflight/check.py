@@ -34,7 +34,7 @@ from optuna_fleet.preflight.comparison import (
     differences,
     unlike,
 )
-from optuna_fleet.preflight.records import Ending, Key, Order, Rehearsed
+from optuna_fleet.preflight.records import Ending, Key, Order, Record, Rehearsed
 from optuna_fleet.preflight.verdict import (
     Free,
     NotChecked,
@@ -140,6 +140,8 @@ class Checker:
         with _kept(objective) as objective_at:
             order = Order(
                 objective_at=objective_at,
+                path=tuple(sys.path),
+                folder=os.getcwd(),
                 spec=None if pipeline is None else pipeline.spec(),
                 payload=None if pipeline is None else self._payload(pipeline),
                 params=params,
@@ -212,8 +214,7 @@ class Checker:
             by_width = {key: size for key, size in by_width.items() if key in seen}
         by_move = unlike(alone.record, moved.record) if moved.is_whole else {}
         if moved.tells_resumed:  # what holds the answer is meant to differ
-            answer = [key for key in by_move if moved.record.get(key) is True]
-            by_move = {k: size for k, size in by_move.items() if k not in answer}
+            by_move = {k: s for k, s in by_move.items() if not _may_be_answer(k, moved.record)}
         if by_width or by_move:
             ((again,),) = self._ran([[order]], limit_s, costs)
             unsteady = unlike(alone.record, again.record)
@@ -280,6 +281,11 @@ def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
     causes = [k for k in by_move if k[:2] == first[:2] and k.kind in ("variable", "learning rate")]
     causes.sort(key=lambda key: key.kind != "variable")
     return NotMoved(differences=differences({**dict.fromkeys(causes, math.inf), **by_move}))
+
+
+def _may_be_answer(key: Key, record: Record) -> bool:
+    """Whether it is a variable like ``resume = "must" if trial.is_resumed else "never"``."""
+    return key.kind == "variable" and isinstance(record.get(key), bool | str)
 
 
 def _problem(failed: Sequence[Rehearsed]) -> str:

@@ -66,6 +66,8 @@ class Order:
 
     Attributes:
         objective_at: Where it is.
+        path: Where modules are found.
+        folder: The working folder.
         spec: Of the data sets; None if there are none.
         payload: These.
         params: What is suggested; None for what is drawn.
@@ -81,6 +83,8 @@ class Order:
     """
 
     objective_at: str
+    path: tuple[str, ...]
+    folder: str
     spec: PipelineSpec | None
     payload: Payload | None
     params: Mapping[str, Any] | None
