@@ -33,6 +33,7 @@ from optuna_fleet.wire.messages import RunTrial, StopAt
 _MOST_LOOPS = 4
 _MOST_PASSES = 6  # of objectives that have no loop over epochs
 _PER_PERIOD = 3
+_NOISE = (0, 2, 5)  # before each mini-epoch: that losses may grow, and not only saturate
 
 
 class Left(Yielded):
@@ -299,7 +300,11 @@ def _disturb(objects: Any, seed: int) -> None:
             ):
                 met.add(id(parameter))
                 noise = torch.empty(parameter.shape, dtype=torch.float64)
-                noise = noise.normal_(generator=generator) * 5 * (parameter.abs().mean() + 0.1)
+                noise = (
+                    noise.normal_(generator=generator)
+                    * _NOISE[seed]
+                    * (parameter.abs().mean() + 0.1)
+                )
                 parameter.add_(noise.to(parameter))
 
 
