@@ -52,7 +52,7 @@ def at_import_time(path: Path) -> set[str]:
     [
         (
             "torch",
-            ("trainer", "pipeline", "checkpoints", "integrations", "virtual_workers.engine"),
+            ("trainer", "preflight", "pipeline", "checkpoints", "integrations", "virtual_workers.engine"),
         ),
         ("mip", ("alloc",)),
         (
@@ -60,6 +60,7 @@ def at_import_time(path: Path) -> set[str]:
             (
                 "sampler_bridge",
                 "trainer",
+                "preflight",
                 "executor.fleet_executor",
                 "visualization",
                 "checkpoints",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
+from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 
@@ -198,6 +199,43 @@ class FleetExecutor:
             # Notebooks keep the last traceback: not the executor with it, whose processes would
             # stay when the cell that made it is run again.
             del self
+
+    def preflight(
+        self,
+        study: optuna.Study,
+        func: ObjectiveFunc,
+        params: Mapping[str, Any] | None = None,
+    ) -> Verdict:
+        """Check whether trials of `func` give the same on several devices, and over moves.
+
+        Its beginning is run several times in processes on the CPU that are thrown away: on one
+        device, on one between moves, on several; what results depend on is compared. Neither the
+        study nor its sampler is touched, and nothing that is running is disturbed. See
+        docs/results.md.
+
+        Args:
+            study: What the objective may ask its study for is taken from here.
+            func: As for `optimize`.
+            params: What is suggested to it; None for values drawn at random.
+
+        Returns:
+            What was found, and how it can be mended; `print` it, or show it in a notebook.
+
+        Raises:
+            FleetConfigError: The objective, or the data, can't be sent to other processes.
+            LaunchError: Processes can't be started.
+        """
+        from optuna_fleet.preflight.check import Checker
+
+        _check_not_importing_main()
+        if not callable(func):
+            raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
+        facts = {"study_name": study.study_name, "user_attrs": study.user_attrs}
+        pipeline, seed = self._options.pipeline, self._options.seed
+        with Checker() as checker:
+            return checker.check(
+                func, pipeline, params, facts=facts, directions=study.directions, seed=seed
+            )
 
     def close(self) -> None:
         """End all processes of the executor; a later `optimize` starts new ones.

@@ -60,6 +60,15 @@ class FleetTrial(RemoteTrial):
         return self._session.run.resumes and self._training.is_resumed
 
     @property
+    def is_preflight(self) -> bool:
+        """Whether this is a rehearsal of the pre-flight check, in a process that is thrown away.
+
+        Use it where the objective's beginning does what must be done for real trials only: ``if
+        not trial.is_preflight: database.insert(...)``. It must not change what is trained.
+        """
+        return False
+
+    @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank: its weight in ``mean(loss, weight=...)``.
 

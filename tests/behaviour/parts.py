@@ -99,8 +99,13 @@ COLLATES = {
 }
 
 
-def usual_pipeline() -> SharedPipeline:
-    """By tens and sevens the last batches are one sample or two: fewer than three ranks."""
+def usual_pipeline(collates: dict[str, Any] | None = None, **more: Any) -> SharedPipeline:
+    """By tens and sevens the last batches are one sample or two: fewer than three ranks.
+
+    Args:
+        collates: Of data sets of others.
+        more: These data sets.
+    """
     return SharedPipeline(
         train=Noise(42, augment=True),
         train_triples=Triples(29),
@@ -113,7 +118,8 @@ def usual_pipeline() -> SharedPipeline:
         train_twice=Rows(64),
         val=Noise(20),
         val_rows=Rows(40),
-        collate_fn=COLLATES,
+        collate_fn=COLLATES | (collates or {}),
+        **more,
     )
 
 

@@ -67,8 +67,10 @@ class Saver:
             return None
 
     def save(self, content: Captured) -> None:
-        """Begin to write it; `is_busy` must be false."""
+        """Begin to write it, if there is a folder; `is_busy` must be false."""
         self._has_failed = False
+        if not self._run.folder:  # a rehearsal leaves nothing behind
+            return
         thread = threading.Thread(
             target=self._write, args=(content, self._best), name="optuna-fleet-checkpoint"
         )

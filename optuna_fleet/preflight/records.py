@@ -1,0 +1,150 @@
+"""What a rehearsal is told, and what it notes: plain data, which needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from optuna_fleet.pipeline.preprocessor.payload import Payload
+from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.wire.node_messages import StoreReady
+
+KINDS = (
+    *("gradient", "learning rate", "buffer", "trial.state", "optimizer state"),
+    *("parameter", "state of the object", "total", "variable", "reported value"),
+)
+"""Of what is noted; of several at one moment the first causes the others."""
+
+END = 1 << 20
+"""As a moment: the end of a mini-epoch."""
+
+
+class Key(NamedTuple):
+    """What was noted when: loop from 1, mini-epoch, and 0 or a step from 1 or `END` of that."""
+
+    loop: int
+    epoch: int
+    moment: int
+    kind: str
+    name: str
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """To sort by: in the order of time, and causes first."""
+        return self.loop, self.epoch, self.moment, KINDS.index(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A tensor, small enough to be kept.
+
+    Attributes:
+        digest: Of its bytes.
+        shape: Its own.
+        numbers: Its numbers; of a large one sums with random signs of parts of these.
+        largest: The largest number's absolute value.
+    """
+
+    digest: bytes
+    shape: tuple[int, ...]
+    numbers: npt.NDArray[np.float64]
+    largest: float
+
+
+Value: TypeAlias = Sketch | bool | int | float | complex | str | None
+Record: TypeAlias = dict[Key, Value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Rehearse an objective as one rank.
+
+    Attributes:
+        objective_at: Where it is.
+        path: Where modules are found.
+        folder: The working folder.
+        spec: Of the data sets; None if there are none.
+        payload: These.
+        params: What is suggested; None for what is drawn.
+        is_double: All in float64.
+        moves: It is moved at each mini-epoch's end, and in the midst of movable passes.
+        num_batches: So many, and a part of one, in each pass over training data.
+        study: Name, direction and so on, which the objective may ask for.
+        maximize: As of `RunTrial`.
+        seed: Likewise.
+        num_threads: To compute with.
+        store: Where several ranks find each other.
+        group: Name of their group there.
+    """
+
+    objective_at: str
+    path: tuple[str, ...]
+    folder: str
+    spec: PipelineSpec | None
+    payload: Payload | None
+    params: Mapping[str, Any] | None
+    is_double: bool
+    moves: bool
+    num_batches: int
+    study: Mapping[str, Any]
+    maximize: bool | None
+    seed: int
+    num_threads: int
+    rank: int = 0
+    world_size: int = 1
+    store: StoreReady | None = None
+    group: str = ""
+
+
+class Ending(Enum):
+    """How a rehearsal ended: at the end of the last loop, or otherwise."""
+
+    LEFT = "left"
+    RETURNED = "returned"
+    RAISED = "raised"
+    UNFIT = "unfit"  # it can't be checked
+    PLAIN = "plain"  # it prepares nothing
+    CUT_OFF = "cut off"  # its peers have ended
+    DIED = "died"
+    LATE = "late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What a rank has noted.
+
+    Attributes:
+        problem: Why it ended so, in a sentence.
+        traceback: If it has raised.
+        params: What was suggested.
+        num_steps: Of optimizers.
+        num_epochs: Mini-epochs begun.
+        sizes: Those of the batches that were read.
+        num_moves: How often it was moved.
+        refused: Why it could not be moved.
+        tells_resumed: The objective has asked whether it is resumed.
+        is_rough: Numbers of less precision than float32 are in it.
+    """
+
+    ending: Ending
+    record: Record = field(default_factory=dict)
+    problem: str = ""
+    traceback: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    num_steps: int = 0
+    num_epochs: int = 0
+    sizes: frozenset[int] = frozenset()
+    num_moves: int = 0
+    refused: str = ""
+    tells_resumed: bool = False
+    is_rough: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it came to its end."""
+        return self.ending in (Ending.LEFT, Ending.RETURNED)

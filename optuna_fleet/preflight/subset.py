@@ -1,0 +1,73 @@
+"""What rehearsals read: a few batches of a few samples, made in their own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from optuna_fleet.pipeline.preprocessor import payload
+from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
+from optuna_fleet.preflight.precision import in_double
+from optuna_fleet.preflight.quiet_noise import QuietNoise
+from optuna_fleet.preflight.records import Order
+from optuna_fleet.wire.packing import unpack
+
+
+class Data(InlineClient):
+    """A few batches of each pass, always of the same samples, the last batch of an odd size.
+
+    Attributes:
+        sizes: Of the batches that were read.
+    """
+
+    def __init__(self, order: Order, noise: QuietNoise, begin_pass: Callable[[], None]) -> None:
+        assert order.spec is not None
+        assert order.payload is not None
+        source = order.payload.load()
+        source = replace(source, generators=payload.generators_in(source))
+        collates = {
+            each.name: unpack(each.collate) for each in order.spec.datasets if each.collate
+        }
+        super().__init__(order.spec, source, collates)
+        self.sizes: set[int] = set()
+        self._order = order
+        self._noise = noise
+        self._begin_pass = begin_pass
+        self._made_samples: dict[tuple[str, int], Any] = {}
+
+    def read(self, name: str, **arguments: Any) -> Batches[Batch]:
+        """See `InlineClient`."""
+        plan = planned(self.spec, name, **arguments)
+        full = self._order.num_batches if self.spec.dataset(name).shuffled else 1
+        return Batches(replace(plan, num_samples=_subset(plan, full)), self._made_of)
+
+    def _made_of(self, plan: ReadPlan) -> Iterator[Batch]:
+        self._begin_pass()
+        for batch in super()._made(plan):
+            self.sizes.add(batch.global_size)
+            yield replace(batch, data=in_double(batch.data)) if self._order.is_double else batch
+
+    def _batch(self, plan: ReadPlan, step: int) -> Batch:
+        with self._noise.paused():
+            return super()._batch(plan, step)
+
+    def _sample(self, plan: ReadPlan, position: int) -> Any:
+        # In each mini-epoch in another place, or a rank would always have the same.
+        position = (position + plan.epoch * (plan.num_samples // 3 | 1)) % plan.num_samples
+        if (plan.name, position) not in self._made_samples:
+            sample = super()._sample(replace(plan, epoch=0), position)
+            self._made_samples[plan.name, position] = sample
+        return self._made_samples[plan.name, position]
+
+
+def _subset(plan: ReadPlan, num_full: int) -> int:
+    """How many samples make so many batches, and one more of an odd size."""
+    size = min(plan.batch_size, plan.num_samples)
+    if plan.drop_last:
+        return min(plan.num_samples // size, num_full) * size
+    num = min(plan.num_samples, num_full * size + (size // 2 | 1))
+    last = num % size or size
+    return num if last % 2 or num == 1 else num - 1

@@ -1,0 +1,816 @@
+"""Objectives that are the same on any devices and after any move: the check must not say else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+
+from tests.behaviour import losses, objectives, test_began_anew, test_steps
+from tests.behaviour import test_torch_objects as torch_objects
+from tests.behaviour import test_within_epochs as within_epochs
+from tests.preflight.table import (
+    ANY,
+    BATCH,
+    EPOCHS,
+    PLAIN,
+    UNCHECKED,
+    Table,
+    bigrams,
+    network,
+    prepared,
+    scorer,
+    sgd,
+    step,
+    trains,
+    validation_loss,
+)
+
+GOOD = Table()
+
+# -- what `tests.behaviour` trains, in float64 ----------------------------------------------------
+
+for _name, _objective in objectives.OBJECTIVES.items():
+    GOOD.add(f"usual: {_name}", _objective, ANY)
+for _objective in (within_epochs.trains, test_began_anew.keeps_all):
+    GOOD.add(f"movable: {_objective.__name__}", _objective, ANY)
+GOOD.add("steps", test_steps.ALONG, ANY)
+GOOD.add("movable steps", test_steps.MOVABLE, ANY)
+
+# -- losses of torch, and others, in float32 ------------------------------------------------------
+
+
+def of_outputs(loss_of: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    return trains(lambda model, x, y, _: loss_of(model(x), y))
+
+
+# These two are of float32 by their own words, so they are compared in that.
+for _name, _loss_of in losses.LOSSES.items():
+    GOOD.add(f"loss: {_name}", of_outputs(_loss_of), ANY)
+
+
+@GOOD.loss(ANY)
+def focal(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    each = F.cross_entropy(model(x), y, reduction="none")
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+@GOOD.loss(ANY, make=network)
+def gradient_penalty(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    x.requires_grad_(True)
+    outputs = model(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return F.cross_entropy(outputs, y) + (slope.norm(dim=1) - 1).square().mean()
+
+
+@GOOD.loss(ANY)
+def mixup_with_itself(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """Each row with another view of its own."""
+    return F.cross_entropy(model(0.7 * x + 0.3 * x.flip(1)), y)
+
+
+@GOOD.loss(ANY)
+def noise_on_inputs(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
+
+
+@GOOD.loss(ANY)
+def triplets_within_a_row(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    return F.triplet_margin_loss(model(x), model(x.flip(1)), model(-x), margin=5.0)
+
+
+@GOOD.loss(ANY)
+def quantiles(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    error = x[:, :3] - model(x)
+    levels = torch.tensor([0.1, 0.5, 0.9])
+    return torch.maximum(levels * error, (levels - 1) * error).mean()
+
+
+@GOOD.loss(ANY)
+def consistency_of_views(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """Pseudo-labels above a fixed threshold: FixMatch."""
+    with torch.no_grad():
+        sure, labels = model(x).softmax(1).max(1)
+    each = F.cross_entropy(model(x.flip(1)), labels, reduction="none")
+    return F.cross_entropy(model(x), y) + ((sure > 0.5) * each).mean()
+
+
+@GOOD.loss(ANY)
+def per_sample_gradients(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    each = torch.func.vmap(lambda row: model(row[None])[0])(x)
+    return F.cross_entropy(each, y)
+
+
+@GOOD.loss(ANY)
+def fixed_dtype(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """Does not bear float64: compared by its first step."""
+    weights = torch.ones(6, 6, dtype=torch.float32)
+    return F.cross_entropy(model(x @ weights), y)
+
+
+# -- weighted means, said to be that --------------------------------------------------------------
+
+
+@GOOD.case(ANY)
+def weighs_classes(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    weights = torch.tensor([1.0, 4.0, 0.5])
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            loss = F.cross_entropy(model(x), y, weight=weights)
+            step(optimizer, trial.weighted(loss, weights[y].sum()))
+
+
+@GOOD.case(ANY)
+def weighs_tokens(trial: Any) -> None:
+    model, optimizer = prepared(trial, bigrams())
+    for _ in trial.epochs(EPOCHS):
+        for tokens in trial.batches("train_words", BATCH):
+            targets = tokens[:, 1:].flatten()
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets, ignore_index=0)
+            step(optimizer, trial.weighted(loss, (targets != 0).sum()))
+
+
+@GOOD.case(ANY)
+def weighs_positives(trial: Any) -> None:
+    """Which some ranks have none of."""
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            mask = y == 1
+            loss = F.mse_loss(model(x)[mask], x[mask, :3])
+            step(optimizer, trial.weighted(loss, mask.sum()))
+
+
+@GOOD.case(ANY)
+def weighs_one_of_two_tasks(trial: Any) -> None:
+    model, optimizer = prepared(trial, network())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            outputs, mask = model(x), (y != 0).to(x)
+            each = F.cross_entropy(outputs, y, reduction="none")
+            loss = (mask * each).sum() / mask.sum().clamp(min=1)
+            step(optimizer, trial.weighted(loss, mask.sum()) + outputs.square().mean())
+
+
+@GOOD.case(ANY)
+def weighs_and_accumulates(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        batches = trial.batches("train_table", BATCH)
+        for k, (x, y, _) in enumerate(batches, 1):
+            weight = (1.0 + y).sum()
+            each = F.cross_entropy(model(x), y, reduction="none")
+            loss = ((1.0 + y) * each).sum() / weight
+            (trial.weighted(loss, weight) / 2).backward()
+            if k % 2 == 0 or k == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+# -- optimizers, with and without BatchNorm -------------------------------------------------------
+
+
+def mean_of_classes(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def _is_for_all(kind: type) -> bool:
+    return kind.__name__ not in ("SparseAdam", "Muon")  # sparse gradients only; matrices only
+
+
+def _normalised(*, bias: bool = False) -> nn.Module:
+    return network(nn.BatchNorm1d(8), nn.ReLU(), bias=bias)
+
+
+# A bias before BatchNorm has no gradient but rounding, of which these make steps.
+AMPLIFY_ROUNDING = ("Rprop", "Adafactor")
+OPTIMIZERS = [kind for kind in torch_objects.OPTIMIZERS if _is_for_all(kind)]
+for _kind in OPTIMIZERS:
+
+    def _optimizer(model: nn.Module, kind: Any = _kind) -> Any:
+        return kind(model.parameters(), lr=0.01)
+
+    _of = f"optimizer: {_kind.__name__}"
+    GOOD.add(_of, trains(mean_of_classes, network, _optimizer), ANY)
+    GOOD.add(f"{_of}, BatchNorm", trains(mean_of_classes, _normalised, _optimizer), ANY)
+    if _kind.__name__ not in AMPLIFY_ROUNDING:
+        _biased = functools.partial(_normalised, bias=True)
+        GOOD.add(f"{_of}, bias, BatchNorm", trains(mean_of_classes, _biased, _optimizer), ANY)
+GOOD.add(
+    "optimizer: momentum, weight decay",
+    trains(
+        mean_of_classes,
+        _normalised,
+        lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True
+        ),
+    ),
+    ANY,
+)
+
+
+@GOOD.case(ANY)
+def lbfgs(trial: Any) -> None:
+    """One closure for a batch; few short steps, or rounding would grow."""
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    model, optimizer = trial.prepare(model, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Calls a closure twice, which takes away the gradients of the step before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        parameters = self.param_groups[0]["params"]
+        ascent = [0.05 * p.grad for p in parameters]
+        for p, way in zip(parameters, ascent, strict=True):
+            p.add_(way)
+        with torch.enable_grad():
+            closure()
+        for p, way in zip(parameters, ascent, strict=True):
+            p.sub_(way + 0.1 * p.grad)
+
+
+@GOOD.case(ANY)
+def steps_with_a_closure(trial: Any) -> None:
+    model = network()
+    model, optimizer = trial.prepare(model, SharpnessAware(model.parameters()))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+
+            optimizer.step(closure)
+
+
+@GOOD.case(ANY)
+def sparse_adam(trial: Any) -> None:
+    table, head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 10)
+    rows = torch.optim.SparseAdam(table.parameters(), lr=0.05)
+    trial.prepare(table, head, rows, others := sgd(head))
+    for _ in trial.epochs(EPOCHS):
+        for tokens in trial.batches("train_words", BATCH):
+            rows.zero_grad()
+            step(others, F.cross_entropy(head(table(tokens[:, 0])), tokens[:, 1]))
+            rows.step()
+
+
+@GOOD.case(ANY)
+def groups_of_parameters(trial: Any) -> None:
+    model = network()
+    groups = [
+        {"params": model.encoder.parameters(), "lr": 0.01},
+        {"params": model.scorer.parameters(), "weight_decay": 0.1},
+    ]
+    model, optimizer = trial.prepare(model, torch.optim.AdamW(groups, lr=0.02))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+# -- schedulers -----------------------------------------------------------------------------------
+
+
+def schedules(make: Callable[[Any], Any]) -> Any:
+    """Stepped after each batch."""
+
+    def objective(trial: Any) -> None:
+        model = scorer()
+        optimizer = sgd(model, momentum=0.9)
+        model, optimizer, schedule = trial.prepare(model, optimizer, make(optimizer))
+        is_led = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_table", BATCH):
+                loss = F.cross_entropy(model(x), y)
+                step(optimizer, loss)
+                mean = trial.mean(loss.item(), weight=trial.shard_size)
+                schedule.step(*([mean] if is_led else []))
+
+    return objective
+
+
+SCHEDULERS = torch_objects.SCHEDULERS | {
+    # As many steps as a trial may have, however its epochs are numbered.
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100),
+}
+for _name, _make_schedule in SCHEDULERS.items():
+    GOOD.add(f"scheduler: {_name}", schedules(_make_schedule), ANY)
+
+
+@GOOD.case(ANY)
+def schedule_by_epoch(trial: Any) -> None:
+    model = scorer()
+    optimizer = sgd(model)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    trial.prepare(model, optimizer, schedule)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        schedule.step()
+
+
+@GOOD.case(ANY)
+def plateau_of_the_validation_loss(trial: Any) -> None:
+    model = scorer()
+    optimizer = sgd(model)
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    trial.prepare(model, optimizer, schedule)
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        schedule.step(loss)
+        trial.report(loss, epoch)
+
+
+@GOOD.case(ANY)
+def rate_by_the_number_of_the_epoch(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for epoch in trial.epochs(EPOCHS):
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (epoch // 3)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@GOOD.case(ANY)
+def warm_up_counted_in_its_state(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    trial.state.setdefault("steps", 0)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            trial.state["steps"] += 1
+            optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, trial.state["steps"] / 100)
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+# -- mixed precision ------------------------------------------------------------------------------
+
+
+def autocasts(dtype: torch.dtype, *, scales: bool) -> Any:
+    def objective(trial: Any) -> None:
+        model = network()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+        trial.prepare(model, optimizer, scaler)
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_table", BATCH):
+                with torch.autocast("cpu", dtype=dtype):
+                    loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+
+    return objective
+
+
+GOOD.add("autocast: bfloat16", autocasts(torch.bfloat16, scales=False), ANY)
+GOOD.add("autocast: float16, scaled", autocasts(torch.float16, scales=True), ANY)
+GOOD.add("bfloat16", trains(mean_of_classes, lambda: _InHalf(network())), ANY)
+
+
+class _InHalf(nn.Module):
+    """A model of bfloat16, whatever its inputs are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.bfloat16()).float()
+
+
+# -- loops ----------------------------------------------------------------------------------------
+
+
+@GOOD.case(ANY)
+def accumulates(trial: Any) -> None:
+    model, optimizer = prepared(trial, _normalised())
+    for _ in trial.epochs(EPOCHS):
+        batches = trial.batches("train_table", BATCH)
+        for k, (x, y, _) in enumerate(batches, 1):
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if k % 2 == 0 or k == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@GOOD.case(ANY)
+def gan(trial: Any) -> None:
+    maker, critic = scorer(6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    making, judging = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (maker, critic))
+    trial.prepare(maker, critic, making, judging)
+    for _ in trial.epochs(EPOCHS):
+        for x, _, _ in trial.batches("train_table", BATCH):
+            made = maker(torch.randn_like(x))
+            step(judging, (F.softplus(-critic(x)) + F.softplus(critic(made.detach()))).mean())
+            step(making, F.softplus(-critic(made)).mean())
+
+
+@GOOD.case(ANY)
+def critic_is_trained_more_often(trial: Any) -> None:
+    maker, critic = scorer(6), nn.Linear(6, 1)
+    making, judging = sgd(maker), sgd(critic)
+    trial.prepare(maker, critic, making, judging)
+    for _ in trial.epochs(EPOCHS):
+        for k, (x, _, _) in enumerate(trial.batches("train_table", BATCH)):
+            made = maker(x.flip(1))
+            step(judging, (critic(made.detach()) - critic(x)).tanh().mean())
+            if k % 2 == 0:
+                step(making, -critic(made).tanh().mean())
+
+
+@GOOD.case(ANY)
+def averages_in_its_state(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    average = trial.state.setdefault(
+        "average", {n: p.detach().clone() for n, p in model.named_parameters()}
+    )
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            for name, p in model.named_parameters():
+                average[name].lerp_(p.detach(), 0.1)
+        averaged = scorer()
+        averaged.load_state_dict(average)
+        trial.report(validation_loss(trial, averaged), epoch)
+
+
+@GOOD.case(ANY)
+def averaged_model_is_prepared(trial: Any) -> None:
+    model = _normalised()
+    average = swa_utils.AveragedModel(model, use_buffers=True)
+    model, average, optimizer = trial.prepare(model, average, sgd(model))
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            average.update_parameters(model)
+        trial.report(validation_loss(trial, average), epoch)
+
+
+@GOOD.case(ANY)
+def stops_by_its_state(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    best = trial.state.setdefault("best", {"loss": math.inf, "bad": 0})
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        trial.report(loss, epoch)
+        best["bad"] = 0 if loss < best["loss"] else best["bad"] + 1
+        best["loss"] = min(best["loss"], loss)
+        if best["bad"] == 5:
+            break
+    return best["loss"]
+
+
+@GOOD.case(ANY)
+def stops_by_what_it_reported(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        trial.report(validation_loss(trial, model), epoch)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        if trial.should_stop(patience=4):
+            break
+    return trial.best_value
+
+
+@GOOD.case(ANY)
+def totals_in_a_movable_pass(trial: Any) -> None:
+    model, optimizer = prepared(trial, _normalised())
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH, movable=True):
+            loss = F.cross_entropy(model(x), y)
+            trial.totals["loss"] += loss.detach() * trial.shard_size
+            trial.totals["samples"] += trial.shard_size
+            step(optimizer, loss)
+        trial.report(float(trial.totals.mean("loss", "samples")), epoch)
+
+
+@GOOD.case(ANY)
+def mean_loss_of_an_epoch(trial: Any) -> None:
+    """Variables of one epoch are no matter between epochs."""
+    model, optimizer = prepared(trial, scorer())
+    for epoch in trial.epochs(EPOCHS):
+        total = num_samples = 0.0
+        for x, y, _ in trial.batches("train_table", BATCH):
+            loss = F.cross_entropy(model(x), y)
+            step(optimizer, loss)
+            total += loss.item() * trial.shard_size
+            num_samples += trial.shard_size
+        trial.report(trial.sum(total) / trial.sum(num_samples), epoch)
+
+
+@GOOD.case(ANY)
+def blocks_of_steps(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer(), momentum=0.9)
+    for block in trial.steps(30, every=4):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        trial.report(validation_loss(trial, model), block)
+
+
+@GOOD.case(ANY)
+def pretrains_then_trains(trial: Any) -> None:
+    model, head = network(), nn.Linear(3, 3)
+    first, second = sgd(model), sgd(model, head, lr=0.05)
+    trial.prepare(model, head, first, second)
+    for _ in trial.epochs(4):
+        for x, _, _ in trial.batches("train_table", BATCH):
+            step(first, F.mse_loss(model(x), x[:, :3]))
+    for _ in trial.epochs(5):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(second, F.cross_entropy(head(model(x)), y))
+
+
+@GOOD.case(ANY)
+def folds(trial: Any) -> float:
+    values = trial.state.setdefault("values", [])
+    for fold in range(2):
+        model, optimizer = prepared(trial, scorer())
+        for _ in trial.epochs(3):
+            for x, y, _ in trial.batches(("train_table", "val_table")[fold], BATCH):
+                step(optimizer, F.cross_entropy(model(x), y))
+        if len(values) == fold:
+            values.append(validation_loss(trial, model))
+    return sum(values)
+
+
+@GOOD.case(ANY)
+def unfreezes(trial: Any) -> None:
+    model, optimizer = prepared(trial, network())
+    model.encoder.requires_grad_(False)
+    for epoch in trial.epochs(EPOCHS):
+        if epoch >= 4:
+            model.encoder.requires_grad_(True)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@GOOD.case(ANY)
+def freezes_once(trial: Any) -> None:
+    """What is frozen goes with the state."""
+    model, optimizer = prepared(trial, network())
+    for epoch in trial.epochs(EPOCHS):
+        if epoch == 4:
+            model.encoder.requires_grad_(False)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@GOOD.case(ANY)
+def clips_and_logs_norms(trial: Any) -> None:
+    model, optimizer = prepared(trial, network())
+    for epoch in trial.epochs(EPOCHS):
+        norms = []
+        for x, y, _ in trial.batches("train_table", BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+        trial.report(max(norms), epoch)
+
+
+@GOOD.case(ANY)
+def teacher_is_prepared(trial: Any) -> None:
+    model, teacher = network(), network()
+    teacher.load_state_dict(model.state_dict())
+    model, teacher, optimizer = trial.prepare(model, teacher.requires_grad_(False), sgd(model))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            outputs, taught = model(x), teacher(x.flip(1)).softmax(1)
+            step(optimizer, F.cross_entropy(outputs, y) + F.cross_entropy(outputs, taught))
+            with torch.no_grad():
+                for own, p in zip(teacher.parameters(), model.parameters(), strict=True):
+                    own.lerp_(p, 0.5)
+
+
+@GOOD.case(ANY)
+def tells_a_tracker_where_it_is(trial: Any) -> None:
+    """What differs, and nothing follows from."""
+    model, optimizer = prepared(trial, scorer())
+    resume, began, device = trial.is_resumed, time.time(), f"{trial.rank} of {trial.world_size}"
+    lines = [] if trial.rank else [device]
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        lines = [f"{time.time() - began:.1f} s, resumed: {resume}, epoch {epoch}: {loss}"]
+        trial.report(loss, epoch)
+    assert lines
+
+
+@GOOD.case(ANY)
+def centre_is_averaged_over_the_ranks(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    centre = trial.state.setdefault("centre", torch.zeros(3))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            outputs = model(x)
+            step(optimizer, F.cross_entropy(outputs - centre.to(outputs), y))
+            mean = trial.mean(outputs.detach().mean(0), weight=trial.shard_size)
+            centre.lerp_(mean.to(centre), 0.5)
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+class StochasticDepth(nn.Module):
+    """By Python's generator, which all ranks have alike."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.module(x) if random.random() < 0.5 else x
+
+
+class SmoothedLoss(nn.Module):
+    """With a buffer that is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x) * self.scale
+
+
+def _spectral() -> nn.Module:
+    model = network(nn.LayerNorm(8), nn.GELU())
+    nn.utils.parametrizations.spectral_norm(model.encoder)
+    return model
+
+
+def _attention() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2)),
+        nn.TransformerEncoderLayer(2, 1, 4, dropout=0.3, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(2, 4, num_layers=2, dropout=0.3, batch_first=True)
+        self.scorer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scorer(self.encoder(x.unflatten(1, (3, 2)))[0][:, -1])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: network(nn.ReLU(), nn.Dropout(0.5)),
+    "BatchNorm without statistics": lambda: network(nn.BatchNorm1d(8, track_running_stats=False)),
+    "BatchNorm by cumulative mean": lambda: network(nn.BatchNorm1d(8, momentum=None)),
+    "GroupNorm": lambda: network(nn.GroupNorm(2, 8), nn.SiLU()),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)),
+    "spectral norm": _spectral,
+    "attention": _attention,
+    "recurrent": Recurrent,
+    "stochastic depth": lambda: network(StochasticDepth(nn.Linear(8, 8))),
+    "constant buffer": SmoothedLoss,
+}
+for _name, _make_model in MODELS.items():
+    GOOD.add(f"model: {_name}", trains(mean_of_classes, _make_model), ANY)
+
+
+@GOOD.case(ANY)
+def convolutions(trial: Any) -> None:
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    model, optimizer = prepared(trial, nn.Sequential(*layers, nn.Linear(16, 3)))
+    for epoch in trial.epochs(EPOCHS):
+        model.train()
+        for images, labels in trial.batches("train_images", BATCH):
+            step(optimizer, F.cross_entropy(model(images), labels))
+        model.eval()
+        right = 0
+        with torch.no_grad():
+            for images, labels in trial.batches("val_images", BATCH):
+                right += int((model(images).argmax(1) == labels).sum())
+        trial.report(trial.sum(right) / 20, epoch)
+
+
+@GOOD.case(ANY)
+def random_numbers_of_all_kinds(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            noise = random.gauss(0, 1) + np.random.rand() + float(np.random.normal())
+            mask = torch.bernoulli(torch.full_like(x, 0.8))
+            step(optimizer, F.cross_entropy(model(mask * x + 0.1 * noise), y))
+
+
+# -- examples, on little data ---------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@contextlib.contextmanager
+def _examples(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+class OnLittleData:
+    """A trial whose data sets are called otherwise."""
+
+    def __init__(self, trial: Any, names: dict[str, str]) -> None:
+        self._trial, self._names = trial, names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trial, name)
+
+    def batches(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return self._trial.batches(self._names[name], *arguments, **options)
+
+
+def example(module: str, names: dict[str, str]) -> Any:
+    def objective(trial: Any) -> Any:
+        folder = EXAMPLES / "ports" if module.startswith("pytorch") else EXAMPLES
+        with _examples(folder):
+            found = importlib.import_module(module)
+        return found.objective(OnLittleData(trial, names))
+
+    return objective
+
+
+IMAGES = {"train": "train_images", "val": "val_images"}
+for _optimizer, _rate in (("sgd", {"sgd_lr": 0.1}), ("adam", {"adam_lr": 0.01})):
+    for _depth in (1, 3):
+        GOOD.add(
+            f"example: digits, {_optimizer}, depth {_depth}",
+            example("digits", IMAGES),
+            ANY,
+            **{"optimizer": _optimizer, "depth": _depth, "width": 8, **_rate},
+        )
+PIXELS = {"train": "train_digits", "val": "val_digits"}
+for _optimizer in ("Adam", "RMSprop", "SGD"):
+    _params = {"optimizer": _optimizer, "lr": 0.01}
+    GOOD.add(
+        f"example: port, {_optimizer}",
+        example("pytorch_simple_fleet", PIXELS),
+        ANY,
+        **{**_params, "n_layers": 1, "n_units_l0": 16, "dropout_l0": 0.2},
+    )
+
+# -- what is not to be checked --------------------------------------------------------------------
+
+
+@GOOD.case(PLAIN)
+def plain_objective(trial: Any) -> float:
+    return trial.suggest_float("x", 0.0, 1.0) ** 2
+
+
+@GOOD.case(UNCHECKED, "pipeline")
+def trains_in_stages(trial: Any) -> None:
+    model = network()
+    pipeline = trial.pipeline(model, sgd(model), F.cross_entropy)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            pipeline.step(x, y)

@@ -1,0 +1,1292 @@
+"""Objectives that are not the same on several devices, or not after a move; and some that once
+were not, and are now.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+
+from tests.behaviour import losses, objectives, test_loops, test_silent_defects
+from tests.preflight.table import (
+    ANY,
+    BATCH,
+    EPOCHS,
+    ONE,
+    STAYS,
+    UNCHECKED,
+    UNREPEATABLE,
+    Case,
+    Table,
+    bigrams,
+    network,
+    prepared,
+    scorer,
+    sgd,
+    step,
+    trains,
+    validation_loss,
+)
+
+WRONG = Table()
+
+# -- a loss that is no mean over the samples ------------------------------------------------------
+
+for _loss_of, _data in losses.COUPLED.items():
+    WRONG[_loss_of.__name__] = Case(
+        functools.partial(losses.trains_linearly, loss_of=_loss_of, data=_data), ONE, ["gradient"]
+    )
+
+
+@WRONG.loss(ONE, "scorer", make=bigrams, data="train_words")
+def mean_over_tokens(model: Any, tokens: Tensor) -> Tensor:
+    outputs = model(tokens[:, :-1]).flatten(0, 1)
+    return F.cross_entropy(outputs, tokens[:, 1:].flatten(), ignore_index=0)
+
+
+@WRONG.loss(ONE, "scorer")
+def class_weights_of_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    counts = torch.bincount(y, minlength=3) + 1
+    return (F.cross_entropy(model(x), y, reduction="none") / counts[y]).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def labels_smoothed_by_class_counts(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    prior = torch.bincount(y, minlength=3).to(x) / len(y)
+    return F.cross_entropy(model(x), 0.9 * F.one_hot(y, 3) + 0.1 * prior)
+
+
+@WRONG.loss(ONE, "scorer")
+def focal_over_positives(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    target = F.one_hot(y, 3).to(x)
+    each = F.binary_cross_entropy_with_logits(model(x), target, reduction="none")
+    return ((1 - torch.exp(-each)) ** 2 * each).sum() / (y == 1).sum().clamp(min=1)
+
+
+@WRONG.loss(ONE, "scorer")
+def mean_over_classes_that_are_there(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    each = F.cross_entropy(model(x), y, reduction="none")
+    return torch.stack([each[y == c].mean() for c in y.unique()]).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def sum_over_a_constant(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum") / BATCH
+
+
+@WRONG.loss(ONE, "scorer")
+def hardest_half_of_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    each = F.cross_entropy(model(x), y, reduction="none")
+    return each.topk(max(1, len(each) // 2)).values.mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def easier_than_the_median(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    each = F.cross_entropy(model(x), y, reduction="none")
+    return (each * (each <= each.detach().median())).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def soft_maximum_of_losses(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none").logsumexp(0)
+
+
+@WRONG.loss(ONE, "scorer")
+def root_of_the_mean_square(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x[:, :3]).sqrt()
+
+
+@WRONG.loss(ONE, "scorer")
+def explained_variance(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    target = x[:, :3]
+    spread = (target - target.mean(0)).square().sum()
+    return (model(x) - target).square().sum() / (spread + 0.1)
+
+
+@WRONG.loss(ONE, "scorer")
+def correlation(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    ours, theirs = model(x)[:, 0], x[:, 0]
+    return 1 - F.cosine_similarity(ours - ours.mean(), theirs - theirs.mean(), dim=0)
+
+
+@WRONG.loss(ONE, "scorer")
+def normalised_advantages(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """As in policy gradients."""
+    rewards = x[:, 0] + x[:, 1]
+    advantages = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-3)
+    return (advantages * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def hardest_triplets_of_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    codes = model(x)
+    distances = (codes[:, None] - codes).square().sum(2)
+    alike = y[:, None] == y
+    farthest = (distances * alike).amax(1)
+    nearest = distances.masked_fill(alike, 1e3).amin(1)
+    return F.relu(farthest - nearest + 9).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def redundancy_of_outputs(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    """Barlow Twins."""
+    one, other = model(x), model(x.flip(1))
+    cross = (one - one.mean(0)).T @ (other - other.mean(0)) / len(x)
+    return (cross - torch.eye(3)).square().sum()
+
+
+@WRONG.loss(ONE, "scorer")
+def assigned_by_sinkhorn(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    """SwAV."""
+    outputs = model(x)
+    chances = outputs.detach().exp()
+    for _ in range(3):
+        chances = chances / chances.sum(0)
+        chances = chances / chances.sum(1, keepdim=True)
+    return F.cross_entropy(model(x.flip(1)), chances)
+
+
+@WRONG.loss(ONE, "scorer")
+def distance_of_two_distributions(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    """CORAL, between one view and another."""
+    return F.mse_loss(model(x).T.cov(correction=0), model(x.flip(1) + 1).T.cov(correction=0))
+
+
+@WRONG.loss(ONE, "scorer")
+def entropy_of_the_mean_prediction(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    outputs = model(x)
+    mean = outputs.softmax(1).mean(0)
+    return F.cross_entropy(outputs, y) + (mean * mean.log()).sum()
+
+
+@WRONG.loss(ONE, "scorer")
+def balance_of_experts(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    gates = model(x).softmax(1)
+    chosen = F.one_hot(gates.argmax(1), 3).to(gates).mean(0)
+    return F.cross_entropy(gates, y) + (chosen * gates.mean(0)).sum()
+
+
+@WRONG.loss(ONE, "scorer")
+def pseudo_labels_above_a_quantile(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    with torch.no_grad():
+        sure, labels = model(x).softmax(1).max(1)
+        is_sure = (sure >= sure.quantile(0.5)).to(x)
+    return (is_sure * F.cross_entropy(model(x.flip(1)), labels, reduction="none")).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def prototypes_of_the_first_half(model: Any, x: Tensor, *_: Tensor) -> Tensor:
+    """As in few-shot learning: support, query."""
+    support, query = model(x).tensor_split(2)
+    return (query - support.mean(0)).square().sum(1).mean()
+
+
+@WRONG.loss(ONE, "scorer")
+def relative_to_the_first_row(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(x - x[0]), y)
+
+
+@WRONG.loss(ONE, "scorer")
+def every_second_row(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(x[::2]), y[::2])
+
+
+@WRONG.loss(ONE, "scorer")
+def mixup_by_flip(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    outputs = model(0.7 * x + 0.3 * x.flip(0))
+    return 0.7 * F.cross_entropy(outputs, y) + 0.3 * F.cross_entropy(outputs, y.flip(0))
+
+
+@WRONG.loss(ONE, "scorer")
+def mixup_by_index(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    other = x[:, 0].argsort()
+    outputs = model(0.7 * x + 0.3 * x[other])
+    return 0.7 * F.cross_entropy(outputs, y) + 0.3 * F.cross_entropy(outputs, y[other])
+
+
+@WRONG.loss(ONE, "scorer")
+def inputs_normalised_by_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model((x - x.mean(0)) / (x.std(0, unbiased=False) + 0.1)), y)
+
+
+@WRONG.loss(ONE, "scorer")
+def adapted_by_a_step(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """MAML."""
+    own = dict(model.named_parameters())
+    loss = F.cross_entropy(model(x), y)
+    slopes = torch.autograd.grad(loss, [*own.values()], create_graph=True)
+    fast = {name: p - 0.5 * slope for (name, p), slope in zip(own.items(), slopes, strict=True)}
+    return F.cross_entropy(torch.func.functional_call(model, fast, (x.flip(1),)), y)
+
+
+@WRONG.loss(ONE, "gradient", make=network)
+def norm_of_the_mean_gradient(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    x.requires_grad_(True)
+    loss = F.cross_entropy(model(x), y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.norm()
+
+
+@WRONG.loss(ONE, "scorer")
+def weighed_by_its_own_loss(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    return loss / (loss.detach() + 0.1)
+
+
+@WRONG.loss(ONE, "scorer")
+def dropped_where_its_loss_is_large(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    return loss * float(loss.item() < 1.1)
+
+
+_FIXED_WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
+
+
+@WRONG.loss(ONE, "scorer")
+def weights_of_the_module(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """They are of float32, whatever all else is cast to."""
+    return F.cross_entropy(model(x), y, weight=_FIXED_WEIGHTS)
+
+
+@WRONG.loss(ONE, "scorer")
+def weights_in_autocast(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(x)
+    return F.cross_entropy(outputs.float(), y, weight=_FIXED_WEIGHTS)
+
+
+# -- losses by epoch, by branch, by layer ---------------------------------------------------------
+
+
+@WRONG.case(ONE, "scorer")
+def class_weights_from_the_middle_on(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for epoch in trial.epochs(EPOCHS):
+        weights = torch.tensor([1.0, 4.0, 0.5]) if epoch >= 4 else None
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y, weight=weights))
+
+
+class NormByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0, unbiased=False) + 0.1).sqrt()
+
+
+class SpreadOfTheBatch(nn.Module):
+    """As the critics of some GANs have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.std(0, unbiased=False).mean()
+
+
+def _cross_entropy(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+for _layer in (NormByHand, SpreadOfTheBatch):
+    WRONG.add(
+        f"layer: {_layer.__name__}",
+        trains(_cross_entropy, lambda layer=_layer: network(layer()), drop_last=True),
+        *(ONE, "gradient"),
+    )
+
+
+@WRONG.case(ONE, "gradient")
+def relativistic_gan(trial: Any) -> None:
+    maker, critic = scorer(6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    making, judging = sgd(maker), sgd(critic)
+    trial.prepare(maker, critic, making, judging)
+    for _ in trial.epochs(EPOCHS):
+        for x, _, _ in trial.batches("train_table", BATCH):
+            made = maker(x.flip(1))
+            real, fake = critic(x), critic(made.detach())
+            step(judging, F.softplus(fake.mean() - real).mean() + F.softplus(fake).mean())
+            step(making, F.softplus(critic(x).mean() - critic(made)).mean())
+
+
+@WRONG.case(ONE)
+def collates_without_some(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table_none", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(ONE)
+def skips_batches_that_are_too_small(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            if len(x) < BATCH:
+                continue
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+# -- gradients that are not those of a backward ---------------------------------------------------
+
+
+@WRONG.case(ONE, "gradient")
+def projected_gradients(trial: Any) -> None:
+    """PCGrad."""
+    model = scorer()
+    parameters = list(model.parameters())
+    model, optimizer = trial.prepare(model, sgd(model))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            tasks = [F.cross_entropy(model(x), y), -model(x)[:, 0].mean()]
+            grads = [torch.autograd.grad(task, parameters) for task in tasks]
+            for p, one, other in zip(parameters, *grads, strict=True):
+                dot = (one * other).sum().clamp(max=0)
+                p.grad = one + other - dot / other.square().sum() * other
+            optimizer.step()
+
+
+@WRONG.case(ONE, "scorer")
+def gradients_clamped_in_a_hook(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(ONE, "scorer")
+def steps_by_gradients_of_its_own(trial: Any) -> None:
+    model = trial.prepare(scorer())
+    parameters = list(model.parameters())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            grads = torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+            with torch.no_grad():
+                for p, grad in zip(parameters, grads, strict=True):
+                    p.sub_(grad, alpha=0.1)
+
+
+# -- left over from a script for several devices --------------------------------------------------
+
+
+@WRONG.case(ONE, "scorer")
+def divides_by_the_number_of_devices(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y) / trial.world_size)
+
+
+@WRONG.case(ONE, "scorer")
+def scales_its_rate_by_the_number_of_devices(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer(), lr=0.05 * trial.world_size)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(ONE, "scorer")
+def shards_once_more(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            mine = slice(trial.rank, None, trial.world_size)
+            step(optimizer, F.cross_entropy(model(x[mine]), y[mine]))
+
+
+@WRONG.case(ONE, "learning rate")
+def schedules_on_the_first_rank_only(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    schedule = trial.prepare(lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        if trial.rank == 0:
+            schedule.step()
+
+
+@WRONG.case(ANY)
+def averages_gradients_once_more(trial: Any) -> None:
+    """The mean of what is equal."""
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                if trial.world_size > 1:
+                    dist.all_reduce(p.grad)
+                    p.grad /= trial.world_size
+            optimizer.step()
+
+
+@WRONG.case(ANY)
+def is_initialised_by_rank(trial: Any) -> None:
+    """All get what rank 0 has."""
+    torch.manual_seed(trial.rank)
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+# -- kept from batch to batch by each rank for itself ---------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Two layers with a buffer between them, which follows the data."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.encoder, self.scorer = nn.Linear(6, 6), nn.Linear(6, 3)
+        start = F.normalize(torch.randn(shape), dim=-1) if shape else torch.ones(())
+        self.register_buffer("kept", start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        return self.scorer(self.use(hidden))
+
+    def use(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Codebook(Keeps):
+    """As in a VQ-VAE."""
+
+    def use(self, hidden: Tensor) -> Tensor:
+        chosen = torch.cdist(hidden, self.kept).argmin(1)
+        found = self.kept[chosen]
+        with torch.no_grad():
+            for code in chosen.unique():
+                self.kept[code] = self.kept[code].lerp(hidden[chosen == code].mean(0), 0.3)
+        return hidden + (found - hidden).detach() + 0.5 * found
+
+
+class Queue(Keeps):
+    """As in MoCo."""
+
+    def use(self, hidden: Tensor) -> Tensor:
+        last = self.kept.clone()
+        with torch.no_grad():
+            self.kept.copy_(torch.cat([F.normalize(hidden, dim=1), last])[: len(last)])
+        return hidden + F.normalize(hidden, dim=1) @ last.T @ last
+
+
+class Centre(Keeps):
+    """As in DINO."""
+
+    def use(self, hidden: Tensor) -> Tensor:
+        centred = hidden - self.kept
+        with torch.no_grad():
+            self.kept.lerp_(hidden.mean(0), 0.5)
+        return centred
+
+
+class ClassCentres(Keeps):
+    """One for each sign of the first feature."""
+
+    def use(self, hidden: Tensor) -> Tensor:
+        kinds = (hidden[:, 0] > 0).long()
+        with torch.no_grad():
+            for kind in kinds.unique():
+                self.kept[kind] = self.kept[kind].lerp(hidden[kinds == kind].mean(0), 0.3)
+        return hidden - self.kept[kinds]
+
+
+class Largest(Keeps):
+    """As for quantised training."""
+
+    def use(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.kept.mul_(0.5).add_(hidden.abs().max(), alpha=0.5)
+        return hidden / self.kept
+
+
+_FOLLOWS = "kept from batch to batch"  # it is used before it changes
+for _kind, _shape, _words in (
+    (Codebook, (8, 6), _FOLLOWS),
+    (Queue, (16, 6), _FOLLOWS),
+    (Centre, (6,), _FOLLOWS),
+    (ClassCentres, (2, 6), "gradient"),
+    (Largest, (), "gradient"),
+):
+    WRONG.add(
+        f"buffer: {_kind.__name__}",
+        trains(_cross_entropy, functools.partial(_kind, *_shape)),
+        *(ONE, _words),
+    )
+
+
+@WRONG.case(ONE, "table")
+def table_per_sample(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    table = trial.state.setdefault("table", torch.zeros(43, 3))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, number in trial.batches("train_table", BATCH):
+            chances = model(x).softmax(1)
+            table[number] = 0.5 * table[number] + 0.5 * chances.detach().to(table)
+            drawn = (table[number] - chances).square().sum(1).mean()
+            step(optimizer, F.cross_entropy(model(x), y) + 3 * drawn)
+
+
+@WRONG.case(ONE, "scorer")
+def inputs_normalised_by_running_means(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    running = trial.state.setdefault("running", {"mean": [0.0] * 6})
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            mean = 0.5 * torch.tensor(running["mean"]) + 0.5 * x.mean(0)
+            running["mean"] = mean.tolist()
+            step(optimizer, F.cross_entropy(model(x - mean), y))
+
+
+@WRONG.case(ONE, "scorer")
+def divides_by_its_mean_loss(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            loss = F.cross_entropy(model(x), y)
+            trial.state["scale"] = 0.5 * trial.state.get("scale", 1.0) + 0.5 * loss.item()
+            step(optimizer, loss / trial.state["scale"])
+
+
+@WRONG.case(ONE, "scorer")
+def decays_by_the_samples_it_has_seen(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            trial.state["seen"] = trial.state.get("seen", 0) + len(x)
+            optimizer.param_groups[0]["lr"] = 0.1 * math.exp(-trial.state["seen"] / 50)
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(ONE, "scorer")
+def rate_by_its_own_loss(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.param_groups[0]["lr"] = 0.1 * loss.item()
+            step(optimizer, loss)
+
+
+@WRONG.case(ONE, "schedule")
+def schedule_led_by_its_own_loss(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    schedule = trial.prepare(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            loss = F.cross_entropy(model(x), y)
+            step(optimizer, loss)
+        schedule.step(loss.item())
+
+
+@WRONG.case(ONE, "scorer")
+def balances_tasks_by_their_losses(trial: Any) -> None:
+    """GradNorm, in short."""
+    model, optimizer = prepared(trial, scorer())
+    weights = trial.state.setdefault("weights", torch.ones(2))
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            outputs = model(x)
+            tasks = torch.stack([F.cross_entropy(outputs, y), outputs.square().mean()])
+            weights.copy_(0.5 * weights + 0.5 * tasks.detach().softmax(0))
+            step(optimizer, (weights.to(tasks) * tasks).sum())
+
+
+@WRONG.case(ONE, "log_vars")
+def weights_of_tasks_are_not_prepared(trial: Any) -> None:
+    """By uncertainty; each rank has its own, and a move begins them anew."""
+    model, optimizer = prepared(trial, scorer())
+    log_vars = nn.Parameter(torch.zeros(2))
+    others = torch.optim.SGD([log_vars], lr=0.3)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            outputs = model(x)
+            tasks = torch.stack([F.cross_entropy(outputs, y), outputs.square().mean()])
+            others.zero_grad()
+            step(optimizer, (tasks * torch.exp(-log_vars) + log_vars).sum())
+            others.step()
+
+
+@WRONG.case(ONE, "memory")
+def memory_bank_in_a_variable(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    memory = torch.zeros(16, 3)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            codes = model(x)
+            drawn = (codes[:, None] - memory.to(codes)).square().sum(2).mean()
+            memory = torch.cat([codes.detach().to(memory), memory])[:16]
+            step(optimizer, F.cross_entropy(codes, y) + 0.1 * drawn)
+
+
+@WRONG.case(ONE, "replay")
+def replays_what_it_has_seen(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    replay: deque[Any] = deque(maxlen=3)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            replay.append((x[:1].clone(), y[:1].clone()))
+            again = sum(F.cross_entropy(model(a), b) for a, b in replay)
+            step(optimizer, F.cross_entropy(model(x), y) + 0.3 * again)
+
+
+@WRONG.case(ONE, "cache")
+def teacher_outputs_are_cached(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    cache: dict[int, Tensor] = {}
+    for _ in trial.epochs(EPOCHS):
+        for x, y, number in trial.batches("train_table", BATCH):
+            outputs = model(x)
+            for n, row in zip(number.tolist(), outputs.detach(), strict=True):
+                cache.setdefault(n, row.clone())
+            taught = torch.stack([cache[n] for n in number.tolist()])
+            step(optimizer, F.cross_entropy(outputs, y) + (outputs - taught).square().mean())
+
+
+@WRONG.case(ONE, "weights")
+def sample_weights_in_a_variable(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    weights = torch.ones(43)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, number in trial.batches("train_table", BATCH):
+            each = F.cross_entropy(model(x), y, reduction="none")
+            step(optimizer, (weights[number].to(each) * each).mean())
+            weights[number] = 0.5 * weights[number] + 0.5 * each.detach().to(weights)
+
+
+# -- values that are reported ---------------------------------------------------------------------
+
+
+def reports(value_of: Callable[[Any, Any], float]) -> Any:
+    def objective(trial: Any) -> None:
+        model, optimizer = prepared(trial, scorer())
+        for epoch in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_table", BATCH):
+                step(optimizer, F.cross_entropy(model(x), y))
+            with torch.no_grad():
+                trial.report(float(value_of(trial, model)), epoch)
+
+    return objective
+
+
+def loss_that_is_not_summed(trial: Any, model: Any) -> float:
+    return sum(
+        F.cross_entropy(model(x), y).item() for x, y, _ in trial.batches("val_table", BATCH)
+    )
+
+
+def accuracy_that_is_not_summed(trial: Any, model: Any) -> float:
+    found = [(model(x).argmax(1) == y).sum() for x, y, _ in trial.batches("val_table", BATCH)]
+    return sum(found).item() / 19
+
+
+def mean_of_means_of_batches(trial: Any, model: Any) -> float:
+    means = [F.cross_entropy(model(x), y).item() for x, y, _ in trial.batches("val_table", 7)]
+    return trial.mean(sum(means) / len(means))
+
+
+def unweighted_mean_of_ranks(trial: Any, model: Any) -> float:
+    batches = list(trial.batches("val_table", BATCH))
+    outputs, y = (
+        model(torch.cat([x for x, _, _ in batches])),
+        torch.cat([y for _, y, _ in batches]),
+    )
+    return trial.mean(F.cross_entropy(outputs, y).item())
+
+
+def mean_of_correlations(trial: Any, model: Any) -> float:
+    batches = list(trial.batches("val_table", BATCH))
+    x = torch.cat([x for x, _, _ in batches])
+    return trial.mean(torch.corrcoef(torch.stack([model(x)[:, 0], x[:, 0]]))[0, 1].item(), len(x))
+
+
+def sum_of_the_largest(trial: Any, model: Any) -> float:
+    return trial.sum(max(model(x).max().item() for x, _, _ in trial.batches("val_table", BATCH)))
+
+
+def summed_twice(trial: Any, model: Any) -> float:
+    wrong = sum((model(x)[:, 0] < 0).sum().item() for x, _, _ in trial.batches("val_table", BATCH))
+    return trial.sum(trial.sum(wrong + 1))
+
+
+for _value_of in (
+    loss_that_is_not_summed,
+    accuracy_that_is_not_summed,
+    mean_of_means_of_batches,
+    unweighted_mean_of_ranks,
+    mean_of_correlations,
+    sum_of_the_largest,
+    summed_twice,
+):
+    WRONG.add(f"reports: {_value_of.__name__}", reports(_value_of), ONE, "report")
+
+# -- what a move begins anew: objects -------------------------------------------------------------
+
+
+class NoamOpt:
+    """As the annotated transformer has it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self._step = optimizer, 0
+
+    def step(self) -> None:
+        self._step += 1
+        rate = min(self._step**-0.5, self._step * 20**-1.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+
+@WRONG.case(STAYS, "_step")
+def wrapper_that_counts_steps(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    noam = NoamOpt(optimizer)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            noam.step()
+
+
+@WRONG.case(STAYS, "schedule")
+def scheduler_is_not_prepared(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        schedule.step()
+
+
+@WRONG.case(STAYS, "schedule")
+def plateau_is_not_prepared(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=3)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        schedule.step(validation_loss(trial, model))
+
+
+@WRONG.case(STAYS, "average")
+def averaged_model_is_not_prepared(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    average = swa_utils.AveragedModel(model)
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            average.update_parameters(model)
+        trial.report(validation_loss(trial, average), epoch)
+
+
+@WRONG.case(STAYS, "average")
+def average_by_hand(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    average = {name: p.detach().clone() for name, p in model.state_dict().items()}
+    averaged = scorer()
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            for name, p in model.state_dict().items():
+                average[name] = 0.9 * average[name] + 0.1 * p
+        averaged.load_state_dict(average)
+        trial.report(validation_loss(trial, averaged), epoch)
+
+
+@WRONG.case(STAYS, "num_averaged")
+def swa_by_hand(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    mean = trial.prepare(copy.deepcopy(model))
+    num_averaged = 0
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        if epoch >= 4:
+            num_averaged += 1
+            with torch.no_grad():
+                for own, p in zip(mean.parameters(), model.parameters(), strict=True):
+                    own += (p - own) / num_averaged
+        trial.report(validation_loss(trial, mean), epoch)
+
+
+@WRONG.case(STAYS, "teacher")
+def teacher_is_not_prepared(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    teacher = copy.deepcopy(model)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            with torch.no_grad():
+                taught = teacher(x).softmax(1)
+            outputs = model(x)
+            step(optimizer, F.cross_entropy(outputs, y) + F.cross_entropy(outputs, taught))
+            with torch.no_grad():
+                for own, p in zip(teacher.parameters(), model.parameters(), strict=True):
+                    own.lerp_(p, 0.5)
+
+
+@WRONG.case(STAYS, "scaler")
+def grad_scaler_is_not_prepared(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@WRONG.case(STAYS, "optimizer")
+def optimizer_is_made_anew_in_the_middle(trial: Any) -> None:
+    model = trial.prepare(scorer())
+    optimizer = sgd(model)
+    for epoch in trial.epochs(EPOCHS):
+        if epoch == 4:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(STAYS, "meter")
+def meter_leads_the_rate(trial: Any) -> None:
+    class Meter:
+        total = count = 0.0
+
+        def update(self, value: float) -> float:
+            self.total, self.count = self.total + value, self.count + 1
+            return self.total / self.count
+
+    model, optimizer = prepared(trial, scorer())
+    meter = Meter()
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            loss = F.cross_entropy(model(x), y)
+            mean = trial.mean(loss.item(), weight=trial.shard_size)
+            optimizer.param_groups[0]["lr"] = 0.1 * meter.update(mean)
+            step(optimizer, loss)
+
+
+# -- what a move begins anew: what modules have ---------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Adds what it keeps of its calls, alike on all ranks, to its outputs."""
+
+    def __init__(self, kept: Any, use: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.scorer = nn.Linear(6, 3)
+        self.past = kept
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.use(self)
+        return self.scorer(x) * torch.as_tensor(value).to(x)
+
+
+def _as_tensor(model: Any) -> Any:
+    model.past = 0.9 * model.past + 0.1 * model.scorer.bias.detach().abs()
+    return model.past
+
+
+def _as_number(model: Any) -> Any:
+    model.past *= 0.9
+    return model.past
+
+
+def _in_a_deque(model: Any) -> Any:
+    model.past.append(float(len(model.past) + 1))
+    return sum(model.past) / len(model.past)
+
+
+def _in_an_array(model: Any) -> Any:
+    model.past += 0.1
+    return model.past
+
+
+def _in_an_object(model: Any) -> Any:
+    model.past.level += 0.1
+    return model.past.level
+
+
+class Inner:
+    level = 1.0
+
+
+ATTRIBUTES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "tensor": (lambda: torch.ones(3), _as_tensor),
+    "number": (lambda: 1.0, _as_number),
+    "deque": (lambda: deque([1.0], maxlen=50), _in_a_deque),
+    "array": (lambda: np.ones(3), _in_an_array),
+    "object": (Inner, _in_an_object),
+}
+for _name, (_start, _use) in ATTRIBUTES.items():
+
+    def _make(start: Any = _start, use: Any = _use) -> nn.Module:
+        return Remembers(start(), use)
+
+    WRONG.add(f"attribute: {_name}", trains(_cross_entropy, _make), STAYS, "past")
+
+
+@WRONG.case(STAYS, "centre")
+def centre_is_not_prepared(trial: Any) -> None:
+    """It is summed over the ranks, so that only moves are its ruin."""
+    model, optimizer = prepared(trial, scorer())
+    centre = torch.zeros(3)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            outputs = model(x)
+            step(optimizer, F.cross_entropy(outputs - centre.to(outputs), y))
+            mean = trial.mean(outputs.detach().mean(0), weight=trial.shard_size)
+            centre = 0.5 * centre + 0.5 * mean.to(centre)
+
+
+# -- what a move begins anew: variables -----------------------------------------------------------
+
+
+@WRONG.case(STAYS, "history")
+def list_that_is_returned(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    history = []
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        history.append(validation_loss(trial, model))
+    return sum(history) / len(history)
+
+
+@WRONG.case(STAYS, "history")
+def list_from_the_middle_on(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    history = []
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        if epoch >= 4:
+            history.append(validation_loss(trial, model))
+    return sum(history) / len(history)
+
+
+@WRONG.case(STAYS, "best")
+def best_in_a_variable(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    best = math.inf
+    for epoch in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        best = min(best, loss)
+        trial.report(loss, epoch)
+    return best
+
+
+@WRONG.case(STAYS, "bad")
+def stops_early_by_variables(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    best, bad = math.inf, 0
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        best, bad = (loss, 0) if loss < best else (best, bad + 1)
+        if bad == 5:
+            break
+    return best
+
+
+@WRONG.case(STAYS, "best_state")
+def best_weights_in_a_variable(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    best, best_state = math.inf, None
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        loss = validation_loss(trial, model)
+        if loss < best:
+            best, best_state = loss, copy.deepcopy(model.state_dict())
+    model.load_state_dict(best_state)
+    return validation_loss(trial, model)
+
+
+@WRONG.case(STAYS, "num_steps")
+def warms_up_by_a_variable(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    num_steps = 0
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            num_steps += 1
+            optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, num_steps / 100)
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(STAYS, "difficulty")
+def curriculum_by_a_counter(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    difficulty = 1.0
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            hard = x.abs().amax(1) > difficulty
+            each = F.cross_entropy(model(x), y, reduction="none")
+            step(optimizer, each.masked_fill(hard, 0.0).mean())
+        difficulty += 0.5
+
+
+@WRONG.case(STAYS, "temperature")
+def anneals_a_variable(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    temperature = 2.0
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x) / temperature, y))
+            temperature *= 0.97
+
+
+@WRONG.case(STAYS, "size")
+def grows_its_batches_by_a_variable(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    size = 4
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", size):
+            step(optimizer, F.cross_entropy(model(x), y))
+        size += 2
+
+
+@WRONG.case(STAYS, "learning rate")
+def takes_rates_from_an_iterator(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    rates = itertools.cycle([0.1, 0.05, 0.02, 0.01])
+    for _ in trial.epochs(EPOCHS):
+        optimizer.param_groups[0]["lr"] = next(rates)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(STAYS, "count")
+def counts_in_a_closure(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    count = 0
+
+    def rate() -> float:
+        nonlocal count
+        count += 1
+        return 0.1 / count
+
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            optimizer.param_groups[0]["lr"] = rate()
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+class Trainer:
+    """A class of the user's around the loop."""
+
+    def __init__(self, trial: Any) -> None:
+        self.trial, self.num_updates = trial, 0
+        self.model, self.optimizer = prepared(trial, scorer())
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        self.num_updates += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.num_updates
+        step(self.optimizer, F.cross_entropy(self.model(x), y))
+
+    def fit(self) -> None:
+        for _ in self.trial.epochs(EPOCHS):
+            for x, y, _ in self.trial.batches("train_table", BATCH):
+                self.update(x, y)
+
+
+@WRONG.case(STAYS, "num_updates")
+def counts_in_a_trainer(trial: Any) -> None:
+    Trainer(trial).fit()
+
+
+_CALLS = [0]
+
+
+@WRONG.case(STAYS, "learning rate")
+def counts_in_a_global(trial: Any) -> None:
+    """A process that has had the trial before would go on counting: it must not be the same."""
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            _CALLS[0] += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(STAYS)
+def generator_of_its_own(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    generator = torch.Generator().manual_seed(0)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            noise = torch.rand((), generator=generator).to(x)
+            step(optimizer, F.cross_entropy(model(x * (1 + noise)), y))
+
+
+@WRONG.case(STAYS)
+def python_generator_of_its_own(trial: Any) -> None:
+    model, optimizer = prepared(trial, network())
+    chance = random.Random(0)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            hidden = model.encoder(x)
+            if chance.random() < 0.5:  # stochastic depth
+                hidden = model.tanh(hidden)
+            step(optimizer, F.cross_entropy(model.scorer(hidden), y))
+
+
+@WRONG.case(STAYS, "total")
+def sum_in_a_movable_pass(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for epoch in trial.epochs(EPOCHS):
+        total = 0.0
+        for x, y, _ in trial.batches("train_table", BATCH, movable=True):
+            loss = F.cross_entropy(model(x), y)
+            step(optimizer, loss)
+            total += loss.item() * trial.shard_size
+        trial.report(trial.sum(total), epoch)
+
+
+@WRONG.case(STAYS, "count")
+def count_in_blocks_of_steps(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    count = 0
+    for _ in trial.steps(30, every=5):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            count += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / count
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@WRONG.case(STAYS, "best")
+def best_of_a_second_loop(trial: Any) -> float:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, _, _ in trial.batches("train_table", BATCH):
+            step(optimizer, model(x).square().mean())
+    best = math.inf
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        best = min(best, validation_loss(trial, model))
+    return best
+
+
+# -- not repeatable, and not to be checked --------------------------------------------------------
+
+
+def draws(seed_of: Callable[[], int]) -> Any:
+    def objective(trial: Any) -> None:
+        torch.manual_seed(seed_of())
+        model, optimizer = prepared(trial, scorer())
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_table", BATCH):
+                step(optimizer, F.cross_entropy(model(x), y))
+
+    return objective
+
+
+for _name, _seed_of in {
+    "the clock": lambda: time.time_ns() % 2**32,
+    "the system": lambda: int.from_bytes(os.urandom(4), "big"),
+    "an unseeded generator": lambda: int(np.random.default_rng().integers(2**32)),
+}.items():
+    WRONG.add(f"seeded by {_name}", draws(_seed_of), UNREPEATABLE)
+
+
+@WRONG.case(UNREPEATABLE)
+def mask_from_the_system(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            mask = torch.tensor([byte / 255 for byte in os.urandom(6)])
+            step(optimizer, F.cross_entropy(model(x * mask.to(x)), y))
+
+
+def needs_two_devices(trial: Any, *, weights: Any) -> None:
+    """So little of it is on one device too."""
+    model = scorer()
+    model, optimizer = trial.prepare(model, sgd(model), min_devices=2)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            weight = None if weights is None else torch.tensor(weights)
+            step(optimizer, F.cross_entropy(model(x), y, weight=weight))
+
+
+WRONG.add("needs two devices", functools.partial(needs_two_devices, weights=None), ANY)
+WRONG.add(
+    "needs two devices, weighs classes",
+    functools.partial(needs_two_devices, weights=[1.0, 4.0, 0.5]),
+    *(ONE, "scorer"),
+)
+
+
+@WRONG.case(UNCHECKED, "ConnectionRefusedError")
+def asks_a_service(trial: Any) -> None:
+    import socket
+
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        with socket.create_connection(("127.0.0.1", 9), timeout=1):
+            step(
+                optimizer, sum(model(x).mean() for x, _, _ in trial.batches("train_table", BATCH))
+            )
+
+
+@WRONG.case(UNCHECKED, "late", early=0.5)
+def suggests_in_a_late_epoch(trial: Any) -> None:
+    """What the trial has not been asked for yet."""
+    model, optimizer = prepared(trial, scorer(), lr=trial.suggest_float("early", 0.0, 1.0))
+    for epoch in trial.epochs(EPOCHS):
+        if epoch == EPOCHS - 1:
+            trial.suggest_float("late", 0.0, 1.0)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+def wrapped(trial: Any, *, when: str) -> None:
+    model: Any = scorer()
+    model = nn.parallel.DistributedDataParallel(model) if when == "before" else model
+    model, optimizer = prepared(trial, model)
+    model = nn.parallel.DistributedDataParallel(model) if when == "after" else model
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+for _when in ("before", "after"):
+    WRONG.add(
+        f"DistributedDataParallel {_when} prepare",
+        functools.partial(wrapped, when=_when),
+        *(UNCHECKED, "DistributedDataParallel"),
+    )
+
+# -- batches of unlike weight at hand, which are refused on several devices -----------------------
+
+for _name, _objective in objectives.UNLIKE.items():
+    if _name == "zips_and_weighs":  # refused where a rank has no sample, which is not rehearsed
+        WRONG.add(f"at hand: {_name}", _objective, ANY)
+    else:
+        WRONG.add(f"at hand: {_name}", _objective, ONE, "unlike sizes")
+for _name in ("changes_outputs_in_place", "weighs_what_it_fetched_ahead"):
+    WRONG.add(f"notes in a list: {_name}", getattr(test_loops, _name), STAYS, "seen")
+
+# -- what was once wrong --------------------------------------------------------------------------
+
+for _name, _case in test_silent_defects.CASES.items():
+    if tuple(_case.outcomes) == ("exact",):
+        WRONG.add(f"once wrong: {_name}", _case.objective, ANY)

@@ -1,0 +1,62 @@
+"""`FleetExecutor.preflight`: what a user calls."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
+from tests.preflight.test_clear_cases import Rows, epoch_of, keeps_best, trained
+
+
+def marks(trial: Any) -> None:
+    """Leaves a mark where it is no rehearsal, and at its end."""
+    folder = Path(trial.study.user_attrs["folder"])
+    print("heard", file=sys.stderr, flush=True)
+    if not trial.is_preflight:
+        (folder / "real").touch()
+    model, optimizer = trained(trial, lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+    for epoch in trial.epochs(5):
+        epoch_of(trial, model, optimizer)
+        trial.report(1.0, epoch)
+        trial.set_user_attr("seen", epoch)
+    (folder / "end").touch()
+
+
+def test_nothing_is_left_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    study = optuna.create_study()
+    study.set_user_attr("folder", str(tmp_path))
+    fleet = FleetExecutor(SharedPipeline(train=Rows(), val=Rows()), devices=1)
+    report = fleet.preflight(study, marks)
+    assert report.may_widen, report
+    assert report.may_move, report
+    assert 1e-3 <= report.params["lr"] <= 1e-1
+    assert study.trials == []
+    assert list(tmp_path.iterdir()) == []
+    assert "heard" not in capfd.readouterr().err
+
+
+def test_a_report_is_shown_in_notebooks() -> None:
+    fleet = FleetExecutor(SharedPipeline(train=Rows(), val=Rows()), devices=1)
+    report: Any = fleet.preflight(optuna.create_study(), keeps_best)
+    assert (
+        "<b>Pre-flight check: the same on several devices, but not moved" in report._repr_html_()
+    )
+
+
+def test_what_is_no_objective_is_refused() -> None:
+    objective: Any = 1
+    with pytest.raises(FleetConfigError, match="must be callable"):
+        FleetExecutor(devices=1).preflight(optuna.create_study(), objective)
+
+
+def test_a_parameter_that_was_not_given_is_told() -> None:
+    fleet = FleetExecutor(SharedPipeline(train=Rows(), val=Rows()), devices=1)
+    study = optuna.create_study()
+    study.set_user_attr("folder", "/nowhere")
+    report = fleet.preflight(study, marks, {"depth": 1})
+    assert "no value was given for the parameter 'lr'" in str(report)

@@ -1,0 +1,21 @@
+"""The check finds what is not the same elsewhere, and says what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.behaviour.words import pytestmark  # noqa: F401
+from tests.preflight.cases_wrong import WRONG
+from tests.preflight.table import pipeline
+from tests.preflight.verdicts import VERDICTS
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_found(check: Any, name: str) -> None:
+    case = WRONG[name]
+    verdict = check(case.objective, pipeline(), case.params)
+    assert isinstance(verdict, VERDICTS[case.verdict]), verdict
+    for word in case.says:
+        assert word in str(verdict), f"{word!r} is not in: {verdict}"
