@@ -636,7 +636,7 @@ def memory_bank_in_a_variable(trial: Any) -> None:
 @WRONG.case(ONE, "replay")
 def replays_what_it_has_seen(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
-    replay: deque[Any] = deque(maxlen=3)
+    replay: deque[Any] = deque(maxlen=8)  # more than a mini-epoch has batches
     for _ in trial.epochs(EPOCHS):
         for x, y, _ in trial.batches("train_table", BATCH):
             replay.append((x[:1].clone(), y[:1].clone()))
