@@ -52,7 +52,14 @@ def at_import_time(path: Path) -> set[str]:
     [
         (
             "torch",
-            ("trainer", "preflight", "pipeline", "checkpoints", "integrations", "virtual_workers.engine"),
+            (
+                "trainer",
+                "preflight",
+                "pipeline",
+                "checkpoints",
+                "integrations",
+                "virtual_workers.engine",
+            ),
         ),
         ("mip", ("alloc",)),
         (

@@ -12,7 +12,8 @@ from tests.preflight.table import pipeline
 from tests.preflight.verdicts import VERDICTS
 
 
-@pytest.mark.parametrize("name", GOOD)
+# All of them: python benchmarks/preflight.py
+@pytest.mark.parametrize("name", list(GOOD)[::16])
 def test_it_is_let_go(check: Any, name: str) -> None:
     case = GOOD[name]
     verdict = check(case.objective, pipeline(), case.params)

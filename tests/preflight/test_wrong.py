@@ -12,7 +12,8 @@ from tests.preflight.table import pipeline
 from tests.preflight.verdicts import VERDICTS
 
 
-@pytest.mark.parametrize("name", WRONG)
+# All of them: python benchmarks/preflight.py
+@pytest.mark.parametrize("name", list(WRONG)[::12])
 def test_it_is_found(check: Any, name: str) -> None:
     case = WRONG[name]
     verdict = check(case.objective, pipeline(), case.params)
