@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import io
 import os
@@ -11,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import ANY
 
 import optuna
@@ -19,6 +22,7 @@ import torch
 from optuna.trial import TrialState
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
+from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import Owner
 from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.checkpoints.names import FileName, newest_first
@@ -225,14 +229,26 @@ def test_a_bad_number_to_keep_is_refused(tmp_path: Path, number: Any) -> None:
 # -- disks that fail -----------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def full(path: Path) -> Iterator[None]:
+    raise OSError(errno.ENOSPC, "No space left on device")
+    yield
+
+
 def on_a_full_disk(trial: Any) -> float:
-    """Train in a process whose files may have a few bytes only; then there is space again."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
+    """Train where no file can be written; then there is space again."""
+    with mock.patch.object(checkpoint_file, "replacing", full):
         value = train(trial, epochs=4)
         trial.set_user_attr("devices", trial.world_size)
         return value
+
+
+def with_small_files(trial: Any) -> float:
+    """Train in a process whose files may have a few bytes only."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        return train(trial, epochs=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -253,8 +269,17 @@ def test_a_full_disk_costs_nothing_but_the_checkpoints(
     assert kept(root, study) == {"trial-0.final.pt"}
     text = log.getvalue()
     assert text.count("goes on without a new checkpoint") == 1
-    assert "File too large" in text
+    assert "No space left" in text
     assert "has space" in text
+
+
+def test_a_limit_on_files_costs_nothing_but_the_checkpoints(
+    keeping: Any, undisturbed: dict[str, Any], log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    study.optimize(with_small_files, n_trials=1, executor=keeping)
+    assert study.trials[0].user_attrs == undisturbed
+    assert log.getvalue().count("check that there is room for it") == 1
 
 
 def test_a_trial_that_can_not_be_checkpointed_keeps_its_devices(

@@ -121,8 +121,14 @@ def _portable_parts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _packed(content: dict[str, Any]) -> MemoryFile:
     file = MemoryFile()
-    with _without_crc():
-        torch.save(content, file.path)
+    try:
+        with _without_crc():
+            torch.save(content, file.path)
+    except RuntimeError as error:  # torch can't write
+        raise CheckpointError(
+            f"What the trial keeps can't be put together in memory ({error}): check that there is "
+            "room for it, and that files may be as large (`ulimit -f`)."
+        ) from error
     _check_loadable(file)
     return file
 
