@@ -109,7 +109,8 @@ class BeganAnew:
         """Return what is to be compared where the trial goes on; None if there is nothing.
 
         Not what is as it was when the loop began, such as readings of clocks, or what depends on
-        the number of devices; but for modules, which may be copies of what was prepared.
+        the number of devices; but for modules, which may be copies of what was prepared. Nor the
+        value that was reported last.
 
         Args:
             error: What has left the objective; its traceback leads there.
@@ -117,7 +118,11 @@ class BeganAnew:
         """
         with contextlib.suppress(Exception, Yielded):
             seen = {} if self._session.run.rank else self._seen(_left_by(error))
-            kept = set(self._marks().inside(self._state))
+            marks = self._marks()
+            kept = set(marks.inside(self._state))
+            reported = self._session.reports.values
+            if reported:  # what was reported last is made anew in each epoch
+                kept.add(marks.of(next(reversed(reported.values()))))
             left = {
                 place: {
                     name: (kind, mark)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.trainer.began_anew import BeganAnew, Left
+from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Yielded
 
 NUM_EPOCHS, NUM_BATCHES = 4, 3
@@ -43,7 +44,10 @@ class MovingTrial:
         self._modules: list[torch.nn.Module] = []
         self._restored: list[Any] = []
         self._session: Any = SimpleNamespace(
-            run=SimpleNamespace(rank=rank), began=time.perf_counter(), remark=self._remark
+            run=SimpleNamespace(rank=rank),
+            began=time.perf_counter(),
+            remark=self._remark,
+            reports=Reports(False),
         )
         self._look(None)
 
@@ -75,6 +79,9 @@ class MovingTrial:
     def _come_to(self, *place: int) -> None:
         self._is_left = place == self._leaves_at
         self.check()
+
+    def report(self, value: float, step: int) -> None:
+        self._session.reports.add(value, step)
 
     def check(self) -> None:
         if self._is_left:

@@ -127,6 +127,19 @@ def test_variables_that_the_loop_had_changed_are_told_of(objective: Any, names: 
     assert all(text.startswith("Local variables of ") for text in trial.told)
 
 
+def reports_each_epoch(trial: Any) -> float:
+    loss, best = math.inf, math.inf
+    for epoch in trial.epochs():
+        loss = 1.0 + epoch
+        best = min(best, loss)
+        trial.report(loss, epoch)
+    return loss + best
+
+
+def test_the_value_that_was_reported_last_is_not_told_of() -> None:
+    assert fly(reports_each_epoch).names == {"best"}
+
+
 def test_the_user_reads_where_and_what_to_do() -> None:
     line = has_patience.__code__.co_firstlineno
     assert fly(has_patience).told == [
