@@ -1,4 +1,4 @@
-"""Checkpoints of trials: what is in them, as one string of bytes, and how these are read."""
+"""Checkpoints of trials: what is in them, packed into one file in memory, and how it is read."""
 
 from __future__ import annotations
 
