@@ -31,7 +31,6 @@ from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
@@ -126,23 +125,13 @@ class Training:
             left=unpack(self._run.left) if self._run.left else None,
         )
         self._within = WithinEpoch(parts, self._kept, self.leaving, self._began_anew)
-        self._split_check = self._new_split_check()
-        self._loader = ShardLoader(
-            parts, pipeline, self._prepared.modules, self._within, self._split_check
-        )
+        self._loader = ShardLoader(parts, pipeline, self._prepared.modules, self._within)
         self.batches = self._loader.batches
         try:
             self._join(held.content if held else None)
         except BaseException:
             self._stop_watching()  # nobody ends what has not begun
             raise
-
-    def _new_split_check(self) -> SplitCheck | None:
-        """On one device, unless the trial will never have more."""
-        if self._run.world_size > 1 or self._run.num_devices == 1:
-            return None
-        stay_alone, remark = self._widths.stay_alone, self._session.remark
-        return SplitCheck(stay_alone, remark, self._prepared.modules, self._reducer)
 
     def _join(self, held: Captured | None) -> None:
         """Join the other ranks, with what the trial goes on with: rank 0 has that."""
@@ -199,8 +188,6 @@ class Training:
         self.optimizer_steps.close()
         self._reducer.close()
         self._prepared.close()
-        if self._split_check is not None:
-            self._split_check.close()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
@@ -214,8 +201,7 @@ class Training:
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        size = self.weights.present.local_size
-        return size if self._split_check is None else self._split_check.size(size)
+        return self.weights.present.local_size
 
     def num_samples(self, name: str) -> int:
         """See `FleetTrial.num_samples`."""
@@ -246,9 +232,6 @@ class Training:
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        if self._split_check is not None:
-            self._split_check.close()
-            self._split_check = None
         pipeline = make_pipeline(model, optimizer, loss, options, self._parts, self._loader)
         self.in_stages = pipeline
         self._prepared.modules.append(model)
@@ -324,8 +307,6 @@ class Training:
         collectives.one_number(loss, "loss")
         own = collectives.one_weight(weight)
         if self._run.world_size == 1:
-            if self._split_check is not None:
-                self._split_check.weigh(loss, weight)
             return loss
         return self.weights.weigh(loss, own, fetched_ahead=fetched_ahead)
 
