@@ -15,7 +15,6 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.began_anew import BeganAnew, Left
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
@@ -38,7 +37,6 @@ from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
 from optuna_fleet.virtual_workers.engine.staging import make_pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
-from optuna_fleet.wire.packing import unpack
 
 _NESTED = (
     "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
@@ -117,14 +115,7 @@ class Training:
             totals=self.totals,
         )
         self._prepared = Prepared(parts, self._kept)
-        self._began_anew = BeganAnew(
-            session,
-            objects=self.objects,
-            modules=self._prepared.modules,
-            state=self.state,
-            left=unpack(self._run.left) if self._run.left else None,
-        )
-        self._within = WithinEpoch(parts, self._kept, self.leaving, self._began_anew)
+        self._within = WithinEpoch(parts, self._kept, self.leaving)
         self._loader = ShardLoader(parts, pipeline, self._prepared.modules, self._within)
         self.batches = self._loader.batches
         try:
@@ -160,10 +151,6 @@ class Training:
     def is_broken(self) -> bool:
         """See `Pipeline`."""
         return self.in_stages is not None and self.in_stages.is_broken
-
-    def left(self, error: BaseException) -> Left | None:
-        """See `BeganAnew.left`; `error` has left the objective."""
-        return self._began_anew.left(error, is_within=self.leaving.step is not None)
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -264,8 +251,6 @@ class Training:
                 self._session.begin_epoch(epoch)
                 self._within.begin_epoch()
                 self._reducer.begin_epoch()
-                if epoch == first:
-                    self._began_anew.begin_loop()
                 yield epoch
                 if self._position.loop != loop:
                     raise FleetConfigError(_NESTED)
