@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
-from optuna_fleet.trainer.frames import users_frames
+from optuna_fleet.preflight.frames import users_frames
 
 _LOOPS = frozenset({"epochs", "steps"})
 

@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from optuna_fleet.preflight.frames import users_frames, variables_of
 from optuna_fleet.preflight.records import END, Key, Record, Sketch, Value
-from optuna_fleet.trainer.frames import users_frames, variables_of
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
 _MOST_NUMBERS = 1024

@@ -59,7 +59,7 @@ class Launcher:
         if number not in self.launched:
             self._retention.drop(number)  # of another study of that name
             self.launched.add(number)
-        order = replace(self._order(what.launch), held=what.held, left=what.left)
+        order = replace(self._order(what.launch), held=what.held)
         for rank, device in enumerate(what.launch.devices):
             self._waiting.append((device, replace(order, rank=rank)))
         self.send_waiting()

@@ -20,15 +20,14 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading
-from optuna_fleet.trainer.data.rows import Rows
 from optuna_fleet.trainer.data.shards import Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
-from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.wire.messages import Trained
 
@@ -41,6 +40,14 @@ _MOVABLE = (
     'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
     "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
     "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
+)
+
+
+_OTHER_ROWS = (
+    "The collate_fn of data set '{name}' makes other rows than one for each sample: devices would "
+    "weigh their parts of a batch by samples that are not in them. So that its results do not "
+    "depend on the number of devices, the trial trains on one. Leave samples out of the data set "
+    "instead, or of what a `sampler` gives."
 )
 
 
@@ -70,7 +77,6 @@ class ShardLoader:
         pipeline: PipelineClient | InlineClient | None,
         modules: list[torch.nn.Module],
         within: WithinEpoch,
-        split_check: SplitCheck | None,
     ) -> None:
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(parts.run.measure, parts.device)
@@ -86,8 +92,6 @@ class ShardLoader:
         self._modules = modules
         self._within = within
         self._reading = Reading(pipeline, parts.position) if pipeline else None
-        self._rows = Rows(parts, pipeline.spec if pipeline else None)
-        self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._reached: Model | None = None  # as told last
@@ -181,8 +185,8 @@ class ShardLoader:
                 )
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
-                    self._rows.check(one.asked.name, data, batch.local_size)
-                    self._begin_step(data, batch.global_size)
+                    self._check_rows(one.asked.name, data, batch.local_size)
+                    self._begin_step()
                 yield data
                 if trains:
                     self._tell_trained()
@@ -220,20 +224,28 @@ class ShardLoader:
         self._weights.close(one.number)
         if one.can_leave:
             self._within.end_pass()
-        if self._split_check is not None:
-            self._split_check.close()
         if self._timed_pass == one.number:
             self._timed_pass = None
 
-    def _begin_step(self, data: Any, size: int) -> None:
-        if self._split_check is not None:
-            self._split_check.hand_out(data, size)
+    def _begin_step(self) -> None:
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
         # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)
         if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
             self._seeded_for = place
             seed_gpu(self._run.seed, self._run.number, (*place, self._place[0]))
+
+    def _check_rows(self, name: str, data: Any, size: int) -> None:
+        """Check what a ``collate_fn`` has made: gradients are weighed by samples.
+
+        Raises:
+            TrialError: It has left some out, say; and the trial is on several devices.
+        """
+        assert self._pipeline is not None
+        if self._run.world_size == 1 or not size:
+            return
+        if self._pipeline.spec.dataset(name).collate and size not in (lengths_in(data) or {size}):
+            raise self._weights.too_wide(_OTHER_ROWS.format(name=name))
 
     def _trains(self, is_shuffled: bool) -> bool:
         """Whether the step that comes may end in `backward`, where the ranks communicate.
