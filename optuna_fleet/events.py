@@ -55,6 +55,9 @@ class Model:
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
         movable: It can leave them within an epoch too.
         spans_types: It can have devices of several types at once.
+        traits: What decides whether it gives the same on several devices, and over moves: the
+            choices that were made for it, and the types of what it trains. Empty for a trial that
+            is not checked, as the user has asked for its devices.
     """
 
     structure: str
@@ -67,6 +70,21 @@ class Model:
     rescale_down_s: float | None = None
     movable: bool = True
     spans_types: bool = False
+    traits: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a pre-flight check has found of a kind of trials, which has these traits.
+
+    Attributes:
+        widens: They give the same on several devices.
+        moves: They give the same wherever they go on.
+    """
+
+    traits: frozenset[str]
+    widens: bool
+    moves: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +246,18 @@ class DeviceJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckEnded:
+    """A pre-flight check has come to this; to nothing if its device was lost, or its node."""
+
+    finding: Finding | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckAffordable:
+    """The devices have worked long enough for another check to be no more than its share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDecided:
     """The allocator answered."""
 
@@ -256,6 +286,8 @@ Event: TypeAlias = (
     | DeviceLeaving
     | GrowthExpected
     | DeviceJoined
+    | CheckEnded
+    | CheckAffordable
     | PlanDecided
 )
 
@@ -279,6 +311,15 @@ class Launch:
     measure: bool
     round: int
     checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginCheck:
+    """Check a trial's kind on this device; answer with `CheckEnded`, later `CheckAffordable`."""
+
+    number: int
+    device: int
+    traits: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +402,7 @@ class StartRound:
 Instruction: TypeAlias = (
     Propose
     | Launch
+    | BeginCheck
     | Allocate
     | AnswerEpoch
     | Interrupt

@@ -225,7 +225,7 @@ class FleetExecutor:
             FleetConfigError: The objective, or the data, can't be sent to other processes.
             LaunchError: Processes can't be started.
         """
-        from optuna_fleet.preflight.check import Checker
+        from optuna_fleet.preflight.standalone import Checker
 
         _check_not_importing_main()
         if not callable(func):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -311,8 +309,6 @@ def _disturb(objects: Any, seed: int) -> None:
 def rehearse(order: Order) -> Rehearsed:
     """Rehearse as ordered, in this process, which is good for nothing else afterwards."""
     try:
-        sys.path[:] = order.path
-        os.chdir(order.folder)
         loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_stand_in)
         rehearsal = Rehearsal(order)
     except Exception as error:

@@ -20,6 +20,7 @@ from optuna_fleet.events import (
     StartRound,
 )
 from optuna_fleet.executor.deciding.avoidance import Avoidance
+from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.problem_builder import ProblemBuilder
 from optuna_fleet.executor.deciding.roster import Roster
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Trial
@@ -80,7 +81,9 @@ class Planner:
         problems: ProblemBuilder,
         roster: Roster,
         avoidance: Avoidance,
+        clearance: Clearance,
     ) -> None:
+        self._clearance = clearance
         self.is_deciding = False
         self.has_news = False
         self._policy = policy
@@ -154,6 +157,9 @@ class Planner:
         self.is_deciding = False
         instructions: list[Instruction] = []
         posed = self._posed()
+        if not self._clearance.is_kept(plan, posed):
+            self.void()
+            return instructions
         plan = self._amended(plan, posed)
         assignments = plan.assignments
         moved = []
