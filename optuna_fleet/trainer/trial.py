@@ -173,8 +173,7 @@ class FleetTrial(RemoteTrial):
         Args:
             objects: Anything with `state_dict` and `load_state_dict`.
             min_devices: Fewest devices that the trial may have. The objective is begun on one
-                device nevertheless, up to its first batch. A loss that is no mean over samples
-                is not found where a trial never trains on one device.
+                device nevertheless, up to its first batch.
             max_devices: Most devices that the trial may have; None for as many as it can use.
 
         Returns:

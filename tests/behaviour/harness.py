@@ -31,7 +31,7 @@ from optuna_fleet.events import (
     Requeue,
     WidthLimited,
 )
-from optuna_fleet.preflight.check import Checker
+from optuna_fleet.preflight.standalone import Checker
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
 
@@ -89,10 +89,6 @@ def _fly(trial: Any, *, objective: Callable[[Any], Any], plan: _Plan) -> Any:
     if "seen" in trial.state:
         trial.set_user_attr("seen", trial.state["seen"])
     return 0.0 if value is None else value
-
-
-def _fly_one(trial: Any, *, objectives: Sequence[Callable[[Any], Any]]) -> Any:
-    return _fly(trial, objective=objectives[trial.number], plan=_Plan())
 
 
 # -- widths by order ------------------------------------------------------------------------------
@@ -268,15 +264,6 @@ class Lab:
             return self.fly(objective, widths)
         flown = self.fly(objective, [1] * len(widths))
         return replace(flown, told=f"{flown.told}\nTrial 0: {' '.join(str(verdict).split())}")
-
-    def told(self, objectives: Sequence[Callable[[Any], Any]]) -> str:
-        """What is told while each is a trial of one study, on one device."""
-        numbers = range(len(objectives))
-        self._fleet.script = {number: [Leg((number % NUM_DEVICES,))] for number in numbers}
-        with _listening() as told:
-            flies = functools.partial(_fly_one, objectives=objectives)
-            optuna.create_study().optimize(flies, len(numbers), executor=self._fleet)
-        return "\n".join(told)
 
     def undisturbed(self, objective: Callable[[Any], Any], width: Width = 1) -> Flown:
         """On one device, or always as many, it neither moves nor dies."""

@@ -37,7 +37,7 @@ from optuna_fleet.integrations.transformers import (  # noqa: E402
     FleetTrainerMixin,
     PruningCallback,
 )
-from optuna_fleet.preflight.check import Checker  # noqa: E402
+from optuna_fleet.preflight.standalone import Checker  # noqa: E402
 from optuna_fleet.preflight.verdict import OneDevice  # noqa: E402
 from tests.fleets import Leg, fleet_of  # noqa: E402
 from tests.nursery import preloading  # noqa: E402
