@@ -76,8 +76,8 @@ def loader_of(
         net=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
         totals=Totals(weights, device, lambda own: [own]),
     )
-    within = WithinEpoch(parts, none, none, none)
-    loader = ShardLoader(parts, client, modules, within, None)
+    within = WithinEpoch(parts, none, none)
+    loader = ShardLoader(parts, client, modules, within)
     return loader, position
 
 
