@@ -273,10 +273,15 @@ def check_agreement(items: Iterable[object], what: str) -> None:
         TrialError: On every rank, if the ranks differ.
     """
     if not are_same(items):
-        raise TrialError(
-            f"{what} differs between the ranks of the trial, but must be the same on each. Does "
-            f"the objective draw numbers that are not seeded, or depend on the rank?"
-        )
+        raise unlike(what)
+
+
+def unlike(what: str) -> TrialError:
+    """To be raised on every rank."""
+    return TrialError(
+        f"{what} differs between the ranks of the trial, but must be the same on each. Does the "
+        "objective draw numbers that are not seeded, or depend on the rank?"
+    )
 
 
 def _open_store(spec: GroupSpec, timeout: timedelta) -> Store:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution
 
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import suggest
@@ -22,6 +20,15 @@ _SET_BY_OPTUNA = {
     "_fixed_params",
     "_cached_frozen_trial",
 }
+
+
+def _there(name: str) -> Any:
+    """What the trial has in the driver."""
+
+    def read(self: RemoteTrial) -> Any:
+        return self._session.read("trial", name)
+
+    return property(read, doc=f"See `optuna.Trial.{name}`.")
 
 
 class RemoteTrial(optuna.Trial):
@@ -88,36 +95,17 @@ class RemoteTrial(optuna.Trial):
         # What comes from the driver is a copy.
         return params | self._chosen
 
-    @property
-    def distributions(self) -> dict[str, BaseDistribution]:
-        """See `optuna.Trial.distributions`."""
-        return self._session.read("trial", "distributions")  # type: ignore[no-any-return]
-
-    @property
-    def user_attrs(self) -> dict[str, Any]:
-        """See `optuna.Trial.user_attrs`."""
-        return self._session.read("trial", "user_attrs")  # type: ignore[no-any-return]
-
-    @property
-    def constraints(self) -> dict[str, float]:
-        """See `optuna.Trial.constraints`."""
-        return self._session.read("trial", "constraints")  # type: ignore[no-any-return]
-
-    @property
-    def relative_params(self) -> dict[str, Any]:
-        """See `optuna.Trial.relative_params`."""
-        return self._session.read("trial", "relative_params")  # type: ignore[no-any-return]
+    distributions: Any = _there("distributions")
+    user_attrs: Any = _there("user_attrs")
+    constraints: Any = _there("constraints")
+    relative_params: Any = _there("relative_params")
+    datetime_start: Any = _there("datetime_start")
 
     def __getattr__(self, name: str) -> Any:
         """What `optuna.Trial.__init__` would have set, as it is over there."""
         if name not in _SET_BY_OPTUNA:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self._session.read("trial", name)
-
-    @property
-    def datetime_start(self) -> datetime.datetime | None:
-        """See `optuna.Trial.datetime_start`."""
-        return self._session.read("trial", "datetime_start")  # type: ignore[no-any-return]
 
     @property
     def number(self) -> int:

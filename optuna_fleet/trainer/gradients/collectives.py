@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,13 @@ from torch import Tensor
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import (
-    check_agreement,
     group_size,
     of_first_rank,
+    unlike,
     wire_device,
 )
 from optuna_fleet.trainer.nested import map_leaves
 
-_BITS = 32
 _MESSAGE_BYTES = 64 * 2**20  # of a GPU's memory
 
 
@@ -48,12 +48,17 @@ def all_reduce_sum(values: Any, *, alone: bool = False) -> Any:
         FleetConfigError: If a value is no number.
         TrialError: If the structures differ between ranks.
     """
-    leaves = list(_leaves(values, "value"))
+    found = list(_leaves(values, "value"))
+    kinds = [torch.float64 if leaf.is_floating_point() else torch.int64 for *_, leaf in found]
+    leaves = [leaf.to(kind, copy=True) for (*_, leaf), kind in zip(found, kinds, strict=True)]
     if group_size() > 1 and not alone:
-        check_agreement(
-            ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
-        )
-    totals = iter(_totals([leaf for *_, leaf in leaves], alone=alone or group_size() == 1))
+        structure = [f"{path} {shape}" for path, shape, _ in found]
+        everyone = gather({"structure": structure, "leaves": [leaf.cpu() for leaf in leaves]})
+        if any(one["structure"] != structure for one in everyone):
+            raise unlike("The structure of a summed value")
+        columns = zip(*(one["leaves"] for one in everyone), strict=True)
+        leaves = [reduce(torch.add, column) for column in columns]
+    totals = iter(leaves)
     return map_leaves(values, lambda value: _like(value, next(totals)))
 
 
@@ -168,19 +173,6 @@ def share_of_sum(value: Tensor) -> Tensor:
     return own / total
 
 
-def _totals(leaves: list[Tensor], *, alone: bool) -> list[Tensor]:
-    """The sum of each leaf over the ranks, int64 or floating."""
-    if alone:
-        types = [leaf.dtype if leaf.is_floating_point() else torch.int64 for leaf in leaves]
-        return [leaf.to(dtype, copy=True) for leaf, dtype in zip(leaves, types, strict=True)]
-    if not leaves:
-        return []
-    wire = torch.cat([_encode(leaf) for leaf in leaves]).to(wire_device())
-    dist.all_reduce(wire)
-    parts = torch.split(wire.cpu(), [3 * leaf.numel() + 1 for leaf in leaves])
-    return [_decode(part) for part in parts]
-
-
 def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
     """Path, shape and tensor of every number in `values`, in the order of `map_leaves`."""
     if isinstance(values, (dict, list, tuple)):
@@ -203,25 +195,6 @@ def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tens
             f"numbers, in dicts, lists and tuples, can be reduced over the ranks."
         )
     yield path, tuple(leaf.shape), leaf
-
-
-def _encode(leaf: Tensor) -> Tensor:
-    """Float64 parts whose sums are exact for integers: floats, high bits, low bits, is a float."""
-    flat = leaf.reshape(-1).cpu()
-    zero = flat.new_zeros(flat.numel(), dtype=torch.float64)
-    if flat.is_floating_point():
-        return torch.cat([flat.double(), zero, zero, zero.new_ones(1)])
-    flat = flat.long()
-    low = flat & ((1 << _BITS) - 1)
-    return torch.cat([zero, (flat >> _BITS).double(), low.double(), zero.new_zeros(1)])
-
-
-def _decode(part: Tensor) -> Tensor:
-    """Inverse of ``_encode`` for sums: int64 if no rank had a float there, else float64."""
-    floats, high, low = part[:-1].view(3, -1)
-    integers = high.long() * (1 << _BITS) + low.long()
-    has_float = bool(part[-1] > 0)
-    return torch.add(floats, integers) if has_float else integers
 
 
 def _like(value: Any, total: Tensor) -> Any:
