@@ -130,7 +130,7 @@ class MoveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMeasured:
-    """A trial trains again on others, after `seconds` on devices without training."""
+    """A trial trains again, after `seconds` on devices without training."""
 
     run_id: int
     seconds: float

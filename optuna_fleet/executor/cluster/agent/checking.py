@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.executor.cluster.config import NodeSetup, modules_to_preload
+from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.processes import preload
 from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck
 
@@ -53,9 +54,10 @@ class Checking:
         self._file = file = os.memfd_create("verdict")
 
         def main(sock: socket.socket) -> None:
+            setup = _with_own_data(self._setup)
             self._close_inherited()
             preload((*modules_to_preload(), "optuna_fleet.preflight.rehearsal"))
-            verdict = _checked(message, self._setup)
+            verdict = _checked(message, setup)
             with open(file, "wb", closefd=False) as out:
                 pickle.dump(verdict, out)
 
@@ -78,6 +80,14 @@ class Checking:
         with open(self._file, "rb") as file:  # closes it
             file.seek(0)
             self._say(Checked(agent=self._agent, verdict=file.read()))
+
+
+def _with_own_data(setup: NodeSetup) -> NodeSetup:
+    """The data sets stay open in this process when those that it has inherited are closed."""
+    if setup.pipeline is None or setup.pipeline.payload is None:
+        return setup
+    payload = Payload(os.dup(setup.pipeline.payload.descriptor))
+    return replace(setup, pipeline=replace(setup.pipeline, payload=payload))
 
 
 def _checked(message: CheckObjective, setup: NodeSetup) -> Any:
