@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 
 
@@ -55,9 +56,8 @@ class Model:
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
         movable: It can leave them within an epoch too.
         spans_types: It can have devices of several types at once.
-        traits: What decides whether it gives the same on several devices, and over moves: the
-            choices that were made for it, and the types of what it trains. Empty for a trial that
-            is not checked, as the user has asked for its devices.
+        traits: The choices that were made for it, and the types of what it trains, by which
+            pre-flight checks know its kind. Empty for one that is not checked.
     """
 
     structure: str
@@ -71,20 +71,6 @@ class Model:
     movable: bool = True
     spans_types: bool = False
     traits: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What a pre-flight check has found of a kind of trials, which has these traits.
-
-    Attributes:
-        widens: They give the same on several devices.
-        moves: They give the same wherever they go on.
-    """
-
-    traits: frozenset[str]
-    widens: bool
-    moves: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +130,7 @@ class MoveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMeasured:
-    """A trial trains again on other devices, after `seconds` on devices without training."""
+    """A trial trains again, after `seconds` on devices without training."""
 
     run_id: int
     seconds: float
@@ -198,7 +184,7 @@ class DeviceLost:
     """The trainer of a device died; what ran there is lost, and a successor is expected.
 
     `by_order` when the driver killed it because another rank of its run had failed, `with_node`
-    when its whole node was taken away: that does not count against the trial.
+    when its whole node was taken: that does not count against the trial.
     """
 
     device: int
@@ -247,7 +233,7 @@ class DeviceJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckEnded:
-    """A pre-flight check has come to this; to nothing if its device was lost, or its node."""
+    """A pre-flight check has come to this; to nothing if its node was lost."""
 
     finding: Finding | None
 

@@ -66,12 +66,12 @@ class Order:
 
     Attributes:
         objective_at: Where it is.
-        spec: Of the data sets; None if there are none.
-        payload: These.
         params: What is suggested; None for what is drawn.
         study: Name, direction and so on, which the objective may ask for.
         maximize: As of `RunTrial`.
         seed: Likewise.
+        spec: Of the data sets; None if there are none.
+        payload: These.
         num_threads: To compute with.
         is_double: All in float64.
         moves: It is moved at each mini-epoch's end, and in the midst of movable passes.
@@ -81,13 +81,13 @@ class Order:
     """
 
     objective_at: str
-    spec: PipelineSpec | None
-    payload: Payload | None
     params: Mapping[str, Any] | None
     study: Mapping[str, Any]
     maximize: bool | None
     seed: int
-    num_threads: int
+    spec: PipelineSpec | None = None
+    payload: Payload | None = None
+    num_threads: int = 1
     is_double: bool = True
     moves: bool = False
     num_batches: int = 2

@@ -116,7 +116,7 @@ class Training:
         )
         self._prepared = Prepared(parts, self._kept)
         self._within = WithinEpoch(parts, self._kept, self.leaving)
-        self._loader = ShardLoader(parts, pipeline, self._prepared.modules, self._within)
+        self._loader = ShardLoader(parts, pipeline, self._prepared, self._within)
         self.batches = self._loader.batches
         try:
             self._join(held.content if held else None)
@@ -196,7 +196,11 @@ class Training:
     # -- prepare ----------------------------------------------------------------------------------
 
     def prepare(
-        self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
+        self,
+        *objects: Any,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+        kind: str | None = None,
     ) -> Any:
         """See `FleetTrial.prepare`."""
         if self.in_stages is not None:
@@ -204,7 +208,7 @@ class Training:
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
             self._widths.bound(Bounds.checked(min_devices, most, self._run))
-        self._prepared.add(objects)
+        self._prepared.add(objects, kind)
         return objects[0] if len(objects) == 1 else objects
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:

@@ -2,7 +2,7 @@
 
 A trial is cleared when checks that have passed have had all its traits between them. What nobody
 has checked counts as cleared until a plan would make use of that: then the plan is dropped, and a
-check is made of the trial's kind, one at a time. Meanwhile all that is unchecked stays where it is.
+check is made of the trial's kind, one at a time. Meanwhile what is unchecked stays where it is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from optuna_fleet.alloc.problem import Plan
-from optuna_fleet.events import Finding
 from optuna_fleet.executor.deciding.trials import Trial
+from optuna_fleet.preflight.verdict import Finding
 
 
 class Clearance:

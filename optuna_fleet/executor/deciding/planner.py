@@ -121,8 +121,19 @@ class Planner:
 
     def ask(self) -> list[Instruction]:
         """Ask for a plan, if there is reason to."""
-        candidates = self._candidates() if self.has_news else []
-        return self._decide(candidates) if self._should_decide(candidates) else []
+        if not self.has_news:
+            return []
+        candidates, instructions = self._candidates(), self._go_on()
+        if self._should_decide(candidates):
+            instructions += self._decide(candidates)
+        return instructions
+
+    def _go_on(self) -> list[Instruction]:
+        """Who rests, and is not moved by any plan since a check is made, or has failed, goes on."""
+        trials = self._roster.trials
+        resting = [run for run in self._roster.runs.values() if run.stage is Stage.AT_REST]
+        staying = [run for run in resting if not self._clearance.may_move(trials[run.number])]
+        return [instruction for run in staying for instruction in self._stay(run)]
 
     def _should_decide(self, candidates: list[Trial]) -> bool:
         roster = self._roster

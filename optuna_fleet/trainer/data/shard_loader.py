@@ -26,6 +26,7 @@ from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.widths import Bounds
@@ -34,6 +35,10 @@ from optuna_fleet.wire.messages import Trained
 _LONG_S = 120.0
 _UNPREPARED = (
     "without trial.prepare(model, optimizer) it stays on one device; it never moves nor resumes."
+)
+_NOT_CHECKED = (
+    "It is not checked whether it gives the same on several devices, as it has asked for them "
+    "(min_devices, trial.pipeline). See docs/results.md."
 )
 _MOVABLE = (
     "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
@@ -75,7 +80,7 @@ class ShardLoader:
         self,
         parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
-        modules: list[torch.nn.Module],
+        prepared: Prepared,
         within: WithinEpoch,
     ) -> None:
         self.reached_after_s: float | None = None
@@ -89,7 +94,8 @@ class ShardLoader:
         self._position = parts.position
         self._device = parts.device
         self._pipeline = pipeline
-        self._modules = modules
+        self._prepared = prepared
+        self._modules = prepared.modules
         self._within = within
         self._reading = Reading(pipeline, parts.position) if pipeline else None
         self._batch_size: int | None = None  # that was given last
@@ -317,6 +323,7 @@ class ShardLoader:
                 max_devices=self._widths.bounds.most_for(batch_size),
                 spans_types=self._widths.bounds.spans_types,
                 movable=movable,
+                traits=self._traits(movable=movable),
             )
         )
         if self._position.is_inside and self._widths.bounds.min_devices > self._run.world_size:
@@ -346,6 +353,16 @@ class ShardLoader:
     def _tell_reached(self, reached: Model) -> None:
         self._reached = reached
         self._tell(DataRequested(run_id=self._run.run_id, model=reached))
+
+    def _traits(self, *, movable: bool) -> frozenset[str]:
+        if not self._modules:  # it stays on one device
+            return frozenset()
+        in_periods = self._position.periods is not None
+        reads = "periods" if in_periods else "movable epochs" if movable else "epochs"
+        traits = self._prepared.traits(f"reads {reads}")
+        if not traits and self._run.num_of_all_types > 1:
+            self._session.remark(["not checked"], _NOT_CHECKED)
+        return traits
 
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
