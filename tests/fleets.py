@@ -240,9 +240,9 @@ class ScriptableFleet(FleetExecutor):
         self._not_scripted = runner._new_controller
         runner._new_controller = self._new_controller
 
-    def _new_controller(self, runtime: Any) -> Any:
+    def _new_controller(self, runtime: Any, *rest: Any) -> Any:
         if self.script is None:
-            return self._not_scripted(runtime)
+            return self._not_scripted(runtime, *rest)
         script, self.script = self.script, None
         controller = self.controller(script, runtime.run_ids)
         self.events = controller.events

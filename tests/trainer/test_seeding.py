@@ -63,7 +63,7 @@ def loader_of(
         progress=Progress(),
     )
     position = EpochPosition(loop=1, is_inside=True)
-    modules: list[torch.nn.Module] = [torch.nn.Identity()]
+    prepared: Any = SimpleNamespace(modules=[torch.nn.Identity()], traits=lambda _: {"any"})
     weights = Weights()
     none: Any = None
     parts = Parts(
@@ -77,7 +77,7 @@ def loader_of(
         totals=Totals(weights, device, lambda own: [own]),
     )
     within = WithinEpoch(parts, none, none)
-    loader = ShardLoader(parts, client, modules, within)
+    loader = ShardLoader(parts, client, prepared, within)
     return loader, position
 
 
