@@ -7,7 +7,7 @@ That is what was prepared and what its ``state_dict`` leaves out, ``trial.state`
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,18 +32,6 @@ from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.virtual_workers.engine.whole import WholeModel
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Those of a trial where they have met: before a step, or at an epoch's end (None).
-
-    Attributes:
-        own: Of each its random generators, and what it has added to ``trial.totals``.
-    """
-
-    step: int | None
-    own: list[dict[str, Any]]
 
 
 class TrainingState:
@@ -93,32 +81,32 @@ class TrainingState:
         """Whether nothing that could be kept is trained."""
         return self._position.reads_unprepared and not self.objects
 
-    def meet(self, step: int | None) -> Ranks:
+    def meet(self, step: int | None) -> list[dict[str, Any]]:
         """Called on all ranks where they stop, before that step of the epoch's first pass.
 
-        Or at the epoch's end. Returns what they do not have in common.
+        Or at the epoch's end (None). Returns of each its random generators, and what it has added
+        to ``trial.totals``.
 
         Raises:
             TrialError: They have come apart.
         """
         self._net.check()
         totals = {} if step is None else self._totals.own
-        return Ranks(step, collectives.gather({"rng": rng_state(), "totals": totals}))
+        return collectives.gather({"rng": rng_state(), "totals": totals})
 
-    def capture(self, ranks: Ranks) -> Captured:
-        """Capture the trial where its ranks have met, while `gathered`; on rank 0.
+    def capture(self, step: int | None, ranks: list[dict[str, Any]]) -> Captured:
+        """Capture the trial where its `ranks` have met, while `gathered`; on rank 0.
 
         Raises:
             FleetConfigError: It can't be kept.
             CheckpointError: Likewise.
         """
         self._check_names()
-        step = ranks.step
         return captured(
             self._content(
                 epoch=self._position.epoch + (step is None),
-                rng=[own["rng"] for own in ranks.own],
-                totals=[own["totals"] for own in ranks.own if step is not None],
+                rng=[own["rng"] for own in ranks],
+                totals=[own["totals"] for own in ranks if step is not None],
                 step=step,
             )
         )

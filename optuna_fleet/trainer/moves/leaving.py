@@ -83,7 +83,7 @@ class Leaving:
         with gathered(self._state.objects):
             if self._run.rank > 0 or self._saver.is_busy:
                 return None
-            return self._saver.captured(partial(self._state.capture, ranks))
+            return self._saver.captured(partial(self._state.capture, step, ranks))
 
     # -- what is left in the end ------------------------------------------------------------------
 
