@@ -240,25 +240,26 @@ class Training:
         return self._epochs(len(periods), periods)
 
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
-        loop = self._position.begin_loop()
+        position = self._position
+        position.loop = loop = position.loop + 1
         first = self._kept.begin_loop()
         if first is None:
             return
-        with self._position.counting(num_epochs, periods):
+        with position.counting(num_epochs, periods):
             for epoch in range(first, num_epochs):
-                self._position.begin_epoch(epoch)
+                position.epoch = epoch
                 self._session.begin_epoch(epoch)
                 self._within.begin_epoch()
                 self._reducer.begin_epoch()
                 yield epoch
-                if self._position.loop != loop:
+                if position.loop != loop:
                     raise FleetConfigError(_NESTED)
                 if self.in_stages is not None:
                     self.in_stages.flush()
                 self._loader.end_epoch()
                 if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
-        self._position.end_loop()
+        position.is_inside = False
 
     def _goes_on_after(self, epoch: int) -> bool:
         # First what needs no other rank: one that left this epoch early is told of at once.

@@ -127,19 +127,6 @@ class EpochPosition:
     is_inside: bool = False
     reads_unprepared: bool = False
 
-    def begin_loop(self) -> int:
-        """Another loop begins; return its number."""
-        self.loop += 1
-        return self.loop
-
-    def begin_epoch(self, epoch: int) -> None:
-        """The loop is in this one now."""
-        self.epoch = epoch
-
-    def end_loop(self) -> None:
-        """It has had all its epochs."""
-        self.is_inside = False
-
     @contextmanager
     def counting(self, num_epochs: int, periods: Periods | None) -> Iterator[None]:
         """There are so many epochs, or `periods`, until the loop ends, or is left."""
