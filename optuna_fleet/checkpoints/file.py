@@ -14,7 +14,7 @@ from typing import IO
 
 from optuna_fleet.exceptions import FleetError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 _MAGIC = b"OptFleet"
 # Magic, version, epoch, payload bytes, trial, digest of the study's name, sha256.

@@ -6,6 +6,7 @@ A is undisturbed, on one device. Z is as A, but moved. W is on several devices.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Ran]]]
 
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
 _PATIENCE = 5.0
+_ASIDE = ("variable", "trial.state", "state of the object")  # where readings of clocks may be
 
 
 @dataclass(slots=True)
@@ -108,10 +110,11 @@ class Check:
         if by_width or by_move:
             ((again,),) = self._ran([[self.order]], limit_s)
             unsteady = unlike(alone.record, again.record)
-            if any(key.kind != "variable" for key in unsteady) or not again.is_whole:
+            if any(key.kind not in _ASIDE for key in unsteady) or not again.is_whole:
                 return NotRepeatable(differences=differences(unsteady))
-            names = {(key.kind, key.name) for key in unsteady}
-            by_move = {k: size for k, size in by_move.items() if (k.kind, k.name) not in names}
+            readings = set(map(_without_places, unsteady))
+            by_move = {k: s for k, s in by_move.items() if _without_places(k) not in readings}
+            by_width = {k: s for k, s in by_width.items() if _without_places(k) not in readings}
         moves = _moves(by_move, moved)
         if by_width or failed:
             problem = _problem(failed)
@@ -135,6 +138,11 @@ def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
     causes = [k for k in by_move if k[:2] == first[:2] and k.kind in ("variable", "learning rate")]
     causes.sort(key=lambda key: key.kind != "variable")
     return NotMoved(differences=differences({**dict.fromkeys(causes, math.inf), **by_move}))
+
+
+def _without_places(key: Key) -> tuple[str, str]:
+    """What it is of, whichever item of a list: times are equal by chance."""
+    return key.kind, re.sub(r"\[-?\d+\]", "[]", key.name)
 
 
 def _may_be_answer(key: Key, record: Record) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from optuna_fleet.trainer.heartbeat import NOT_THE_USERS, PACKAGE
+from optuna_fleet.trainer.heartbeat import PACKAGE, is_users
 
 
 def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
@@ -20,7 +20,7 @@ def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
     found: list[FrameType] = []
     for frame in frames:
         path = frame.f_code.co_filename
-        if not path.startswith(NOT_THE_USERS) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        if is_users(path) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             found.append(frame)
         elif found and path.startswith(PACKAGE):
             break

@@ -30,6 +30,7 @@ _MOST_ITEMS = 50
 _DEPTH = 4
 _SCALARS = (bool, int, float, complex, str, type(None))
 _MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
+_OURS = "optuna_fleet.integrations"
 _NOT_LOOKED_INTO = ("optuna", "logging", "threading", "torch.utils.data", "torch._", "builtins")
 
 Named = Iterator[tuple[str, Any]]
@@ -193,7 +194,7 @@ def _prepared(
             named = parameters.get(id(parameter), "?")
             for name, value in _flattened("", own, 0, set()):
                 yield "optimizer state", f"{root}{name} of {named}", value
-    else:
+    elif not type(thing).__module__.startswith(_OURS):  # of theirs that of rank 0 counts
         with contextlib.suppress(Exception):
             for name, value in _flattened(root, thing.state_dict(), 0, set()):
                 yield "state of the object", name, value

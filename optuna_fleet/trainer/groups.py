@@ -253,6 +253,15 @@ def of_first_rank(numbers: Sequence[int]) -> list[int]:
     return [int(number) for number in shared.tolist()]
 
 
+def are_same(items: Iterable[object]) -> bool:
+    """Whether the ``repr`` of each of the items is equal on all ranks."""
+    digest = hashlib.sha256("\n".join(map(repr, items)).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    extremes = torch.tensor([number, -number], device=wire_device())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return bool(extremes.sum() == 0)
+
+
 def check_agreement(items: Iterable[object], what: str) -> None:
     """Compare `items` over the ranks, because a collective on unlike sizes aborts the process.
 
@@ -263,11 +272,7 @@ def check_agreement(items: Iterable[object], what: str) -> None:
     Raises:
         TrialError: On every rank, if the ranks differ.
     """
-    digest = hashlib.sha256("\n".join(map(repr, items)).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:7], "big")], device=wire_device())
-    everyone = [torch.empty_like(mine) for _ in range(group_size())]
-    dist.all_gather(everyone, mine)
-    if len(set(torch.cat(everyone).tolist())) > 1:
+    if not are_same(items):
         raise TrialError(
             f"{what} differs between the ranks of the trial, but must be the same on each. Does "
             f"the objective draw numbers that are not seeded, or depend on the rank?"

@@ -18,9 +18,8 @@ from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import Heartbeat, Phase
 
 PACKAGE = str(Path(__file__).parents[1])
-NOT_THE_USERS = (PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib")))
-"""Where code is that is not the user's: paths begin with these."""
 
+_NOT_THE_USERS = (PACKAGE, sysconfig.get_path("stdlib"))
 _JOIN = "join_group"
 _SHARED = ("/optuna_fleet/trainer/groups.py", "/torch/distributed/distributed_c10d.py")
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -81,13 +80,19 @@ def _where(thread: int) -> tuple[str, Phase]:
         return "has ended", Phase.OBJECTIVE
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     innermost = stack[0]
-    users = next((f for f in stack if not f.filename.startswith(NOT_THE_USERS)), innermost)
+    users = next((f for f in stack if is_users(f.filename)), innermost)
     place = f"in {users.name} ({users.filename}:{users.lineno})"
-    called = itertools.takewhile(lambda f: f.filename.startswith(NOT_THE_USERS), stack)
+    called = itertools.takewhile(lambda f: not is_users(f.filename), stack)
     phase = phase_of([(f.filename, f.name) for f in called])
     if phase is Phase.JOINING:
         place = f"looks for the other ranks, {place}"
     return place if users is innermost else f"{place}, within {innermost.name}", phase
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is none of this package, of Python, or of what is installed."""
+    is_installed = "/site-packages/" in path or "/dist-packages/" in path
+    return not is_installed and not path.startswith(_NOT_THE_USERS)
 
 
 def phase_of(called: Sequence[tuple[str, str]]) -> Phase:

@@ -120,7 +120,6 @@ class TrainingState:
                 rng=[own["rng"] for own in ranks.own],
                 totals=[own["totals"] for own in ranks.own if step is not None],
                 step=step,
-                sums=self._net.sums(),
             )
         )
 
@@ -243,8 +242,6 @@ class TrainingState:
         # Its memory is needed.
         nothing = [dict[str, Any]() for _ in saved.objects]
         self._saved = replace(saved, objects=nothing, remainder=[], state={}, rng=[], totals=[])
-        if names := self._net.unlike(saved.sums):
-            self._session.warn(_NOT_RESTORED.format(names=", ".join(names[:3])))
 
     def check_reached(self) -> None:
         """The objective has returned: has it been in the loop that was captured?
@@ -266,12 +263,6 @@ class TrainingState:
 def _kept(thing: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Modules copy their state; optimizers keep what they get."""
     return state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state)
-
-
-_NOT_RESTORED = (
-    "After the trial has moved, or was resumed, {names} is not what it was: its `state_dict`, or "
-    "`load_state_dict`, leaves something out."
-)
 
 
 def _holds_module(thing: Any) -> bool:

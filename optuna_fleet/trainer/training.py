@@ -15,7 +15,7 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, unpacked
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
@@ -126,21 +126,16 @@ class Training:
 
     def _join(self, held: Captured | None) -> None:
         """Join the other ranks, with what the trial goes on with: rank 0 has that."""
-        content: Checkpoint | None = None
         if self._run.rank == 0 and self._run.resumes and held is None:
-            held, content = self._newest()  # may fail, so before anybody waits for it
+            held, problems = self.saver.newest()  # may fail, so before anybody waits for it
+            for problem in problems:
+                self._session.warn(problem)
         join_group_of(self._run, self.device.type)
         if not self._run.resumes:
             return
         file = collectives.broadcast(held.file if held else None)
         if file is not None:
-            self._kept.go_on_with(content or unpacked(file), self.device)
-
-    def _newest(self) -> tuple[Captured | None, Checkpoint | None]:
-        found, problems = self.saver.newest()
-        for problem in problems:
-            self._session.warn(problem)
-        return (found.captured, found.content) if found else (None, None)
+            self._kept.go_on_with(unpacked(file), self.device)
 
     @property
     def is_resumed(self) -> bool:

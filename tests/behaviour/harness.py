@@ -14,7 +14,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from optuna_fleet.events import (
     Requeue,
     WidthLimited,
 )
+from optuna_fleet.preflight.standalone import Checker
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
 
@@ -88,10 +89,6 @@ def _fly(trial: Any, *, objective: Callable[[Any], Any], plan: _Plan) -> Any:
     if "seen" in trial.state:
         trial.set_user_attr("seen", trial.state["seen"])
     return 0.0 if value is None else value
-
-
-def _fly_one(trial: Any, *, objectives: Sequence[Callable[[Any], Any]]) -> Any:
-    return _fly(trial, objective=objectives[trial.number], plan=_Plan())
 
 
 # -- widths by order ------------------------------------------------------------------------------
@@ -209,6 +206,8 @@ class Lab:
     def __init__(self, pipeline: Any, **options: Any) -> None:
         options.setdefault("policy", "equal-split")
         options.setdefault("checkpoints", Checkpoints(interval_s=1e6))  # who is asked is to move
+        self._pipeline = pipeline
+        self._checker = Checker()
         self._fleet = _Fleet(pipeline, devices=NUM_DEVICES, device_type="cpu", **options)
         self._undisturbed: dict[Any, Flown] = {}
         await_trainers(self._fleet, NUM_DEVICES)
@@ -218,6 +217,7 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self._fleet.close()
+        self._checker.close()
 
     def fly(
         self,
@@ -257,14 +257,13 @@ class Lab:
             error=error,
         )
 
-    def told(self, objectives: Sequence[Callable[[Any], Any]]) -> str:
-        """What is told while each is a trial of one study, on one device."""
-        numbers = range(len(objectives))
-        self._fleet.script = {number: [Leg((number % NUM_DEVICES,))] for number in numbers}
-        with _listening() as told:
-            flies = functools.partial(_fly_one, objectives=objectives)
-            optuna.create_study().optimize(flies, len(numbers), executor=self._fleet)
-        return "\n".join(told)
+    def fly_checked(self, objective: Callable[[Any], Any], widths: Sequence[Width]) -> Flown:
+        """Fly, but no wider than the pre-flight check lets it; what that says is told too."""
+        verdict = self._checker.check(objective, self._pipeline)
+        if verdict.may_widen:
+            return self.fly(objective, widths)
+        flown = self.fly(objective, [1] * len(widths))
+        return replace(flown, told=f"{flown.told}\nTrial 0: {' '.join(str(verdict).split())}")
 
     def undisturbed(self, objective: Callable[[Any], Any], width: Width = 1) -> Flown:
         """On one device, or always as many, it neither moves nor dies."""
@@ -316,11 +315,16 @@ class Lab:
         *names: str,
         widths: Sequence[Width] = (1, 3),
         most: int = 1,
+        by_check: bool = False,
         rel: float = 1e-8,
         absolute: float = 1e-10,
     ) -> Flown:
-        """It ends on one device, or so many at `most`, as it is told once; and it is right."""
-        flown = self.fly(objective, widths)
+        """It ends on one device, or so many at `most`, as it is told once; and it is right.
+
+        Args:
+            by_check: It is the pre-flight check that keeps it there.
+        """
+        flown = (self.fly_checked if by_check else self.fly)(objective, widths)
         if flown.error is not None:
             raise flown.error
         assert flown.widths[-1] <= most, f"on {flown.widths} devices: {flown.told}"
@@ -345,6 +349,7 @@ class Lab:
         objective: Callable[[Any], Any],
         *names: str,
         widths: Sequence[Width] = (1, 3),
+        by_check: bool = False,
     ) -> Flown:
         """It ends in one of these ways, with these names in what is told of it, or in its error.
 
@@ -353,8 +358,9 @@ class Lab:
                 and told once; "refused": it fails with an error that is about the objective.
             objective: See `fly`, as for `widths`.
             names: What the user must read.
+            by_check: See `one_device`.
         """
-        flown = self.fly(objective, widths)
+        flown = (self.fly_checked if by_check else self.fly)(objective, widths)
         about = [line for line in flown.told.splitlines() if "Trial 0" in line]
         if flown.error is not None:
             assert "refused" in outcomes, f"it failed: {flown.error!r}"

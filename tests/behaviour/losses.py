@@ -451,16 +451,3 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "triplet_margin": lambda x, y: F.triplet_margin_loss(x, hot(x, y), x.new_ones(x.shape)),
     "ctc": ctc,
 }
-
-
-def of_outputs(loss_of: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Any:
-    """An objective that trains with one of `LOSSES`."""
-
-    def objective(trial: Any) -> None:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).to(dtype)
-        model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        for _ in trial.epochs(2):
-            for images, labels in trial.batches("train", batch_size=10):
-                step(optimizer, loss_of(model(images.to(dtype)), labels))
-
-    return objective

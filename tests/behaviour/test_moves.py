@@ -195,29 +195,3 @@ def notes_draws(trial: Any) -> None:
 def test_random_numbers_go_on_where_they_were(lab: Any) -> None:
     lab.same(notes_draws, [1, 1, 1], **EXACTLY)
     lab.same(notes_draws, [3, 1, 2])
-
-
-class Forgetful:
-    """Counts, but its state is only half of what it is."""
-
-    def __init__(self) -> None:
-        self.both = torch.zeros(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"both": self.both.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.both[0] = state["both"][0]
-
-
-def test_what_is_not_restored_as_it_was_is_told_of(lab: Any) -> None:
-    def objective(trial: Any) -> float:
-        model, optimizer = prepared(trial)
-        counts = trial.prepare(Forgetful())
-        for _ in trial.epochs(2):
-            train_epoch(trial, model, optimizer, [], batch_size=10)
-            counts.both += 1
-        return 0.0
-
-    flown = lab.fly(objective, [1, 1])
-    assert flown.told.count("Forgetful (2)['both'] is not what it was") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.module import register_module_forward_hook
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -33,13 +31,14 @@ from transformers import (  # noqa: E402
 )
 
 from optuna_fleet import SharedPipeline  # noqa: E402
-from optuna_fleet.events import WidthLimited  # noqa: E402
 from optuna_fleet.exceptions import FleetConfigError  # noqa: E402
 from optuna_fleet.integrations.transformers import (  # noqa: E402
     FleetTrainer,
     FleetTrainerMixin,
     PruningCallback,
 )
+from optuna_fleet.preflight.standalone import Checker  # noqa: E402
+from optuna_fleet.preflight.verdict import OneDevice  # noqa: E402
 from tests.fleets import Leg, fleet_of  # noqa: E402
 from tests.nursery import preloading  # noqa: E402
 
@@ -315,10 +314,18 @@ def test_the_same_as_plain_on_any_devices(
         assert trial.value == pytest.approx(alone.value, rel=1e-10)
 
 
-def test_its_losses_may_be_split(three: Any, tmp_path: Path) -> None:
-    for kind in KINDS:
-        flown(three, objective_of(kind, tmp_path), Leg((0,)))
-        assert not [event for event in three.events if isinstance(event, WidthLimited)], kind
+@pytest.fixture(scope="module")
+def checker() -> Iterator[Checker]:
+    with Checker() as checker:
+        yield checker
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_lets_it_have_several_devices(
+    checker: Any, pipeline: Any, tmp_path: Path, kind: str
+) -> None:
+    verdict = checker.check(objective_of(kind, tmp_path), pipeline)
+    assert verdict.may_widen, verdict
 
 
 class Weighted(Trainer):
@@ -357,13 +364,11 @@ def test_a_trainer_class_of_ones_own_with_weights_of_its_own(three: Any, tmp_pat
     assert norms[1] == pytest.approx(norms[0], rel=1e-10)
 
 
-@pytest.mark.skipif(
-    "with_kwargs" not in inspect.signature(register_module_forward_hook).parameters,
-    reason="this torch tells of no keyword arguments",
-)
-def test_weights_that_are_not_told_of_are_found(three: Any, tmp_path: Path) -> None:
-    flown(three, objective_of("classifier", tmp_path, NotTold), Leg((0,)))
-    assert [event for event in three.events if isinstance(event, WidthLimited)]
+def test_weights_that_are_not_told_of_are_found(
+    checker: Any, pipeline: Any, tmp_path: Path
+) -> None:
+    verdict = checker.check(objective_of("classifier", tmp_path, NotTold), pipeline)
+    assert isinstance(verdict, OneDevice), verdict
 
 
 def test_a_pruned_trial_frees_its_devices(three: Any, tmp_path: Path) -> None:

@@ -850,6 +850,38 @@ def grad_scaler_is_not_prepared(trial: Any) -> None:
             scaler.update()
 
 
+class Forgetful:
+    """Its state is only half of what it is."""
+
+    def __init__(self) -> None:
+        self.both = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"both": self.both.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.both[0] = state["both"][0]
+
+
+@WRONG.case(STAYS, "counts['both']")
+def loads_half_of_its_state(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    counts = trial.prepare(Forgetful())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        counts.both += 1
+
+
+@WRONG.case(STAYS, "optimizer")
+def optimizer_is_not_prepared(trial: Any) -> None:
+    model = trial.prepare(scorer())
+    optimizer = sgd(model, momentum=0.9)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
 @WRONG.case(STAYS, "optimizer")
 def optimizer_is_made_anew_in_the_middle(trial: Any) -> None:
     model = trial.prepare(scorer())

@@ -53,7 +53,6 @@ class Checkpoint:
         step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
         totals: What each rank has added to ``trial.totals`` before that step.
         on_device: Which leaves of `state` are tensors that were on the trial's GPU.
-        sums: `Net.sums` of it all.
     """
 
     loop: int
@@ -68,7 +67,6 @@ class Checkpoint:
     step: int | None = None
     totals: list[dict[str, Any]] = field(default_factory=list)
     on_device: list[int] = field(default_factory=list)
-    sums: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def position(self) -> tuple[int, ...]:
@@ -89,6 +87,11 @@ class Captured:
     file: MemoryFile
     position: tuple[int, ...]
     epoch: int
+
+    @property
+    def content(self) -> Checkpoint:
+        """What is in it; its tensors are in the file's memory."""
+        return unpacked(self.file)
 
 
 def captured(checkpoint: Checkpoint) -> Captured:
@@ -196,20 +199,12 @@ def write(file: IO[bytes], content: Captured, owner: Owner) -> None:
     checkpoint_file.write(file, put, owner=owner, epoch=content.epoch)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint that was read: as it is handed over, and what is in it."""
-
-    captured: Captured
-    content: Checkpoint
-
-
 def load_newest(
     paths: Iterable[str],
     owner: Owner,
     parameters: Mapping[str, Any] | None = None,
     read: Read = checkpoint_file.contents,
-) -> tuple[Found | None, list[str]]:
+) -> tuple[Captured | None, list[str]]:
     """Read the newest good checkpoint of several.
 
     Args:
@@ -235,7 +230,7 @@ def load(
     owner: Owner,
     parameters: Mapping[str, Any] | None = None,
     read: Read = checkpoint_file.contents,
-) -> Found:
+) -> Captured:
     """Read and verify a checkpoint; its tensors are on the CPU.
 
     Raises:
@@ -253,7 +248,7 @@ def load(
         ) from error
     if parameters is not None:
         _check_parameters(path, content.parameters, parameters)
-    return Found(Captured(file, content.position, content.epoch), content)
+    return Captured(file, content.position, content.epoch)
 
 
 def _check_parameters(

@@ -19,7 +19,7 @@ from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Found
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
@@ -46,7 +46,7 @@ class Saver:
         self._best: Captured | None = before._best if before else None
         self._written_best: Captured | None = before._written_best if before else None
 
-    def newest(self) -> tuple[Found | None, list[str]]:
+    def newest(self) -> tuple[Captured | None, list[str]]:
         """Read the newest good one that the trial has; see `checkpoint.load_newest`."""
         run = self._run
         return checkpoint.load_newest(
@@ -123,7 +123,7 @@ class Saver:
                 found = checkpoint.load(path, self._owner, known, self._files.read)
                 # One newer than the checkpoint that the trial went on with may be of another.
                 if next(reversed(found.content.history.values())) == value:
-                    return found.captured
+                    return found
         return self._best
 
     def _write(self, content: Captured, best: Captured | None) -> None:

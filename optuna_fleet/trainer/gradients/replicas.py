@@ -7,8 +7,7 @@ table per sample, a decision by a rank's own loss.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
-from optuna_fleet.virtual_workers.engine.whole import are_in_stages
+from optuna_fleet.trainer.groups import are_same, check_agreement, group_size, wire_device
 
 _NUMPY = (np.ndarray, np.generic)
 _MESSAGE_BYTES = 25 * 2**20
@@ -91,7 +89,6 @@ class Net:
         self._objects = objects
         self._state = state
         self._weights = weights
-        self._compared: list[_Sum] | None = None  # by the last check
 
     @torch.no_grad()
     def check(self) -> None:
@@ -103,34 +100,12 @@ class Net:
         Raises:
             TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
         """
-        self._compared = None
         if group_size() == 1 or not self._weights.take_trained():
             return
         self._weights.begin("the comparison of the ranks")
-        self._compared = _found(self._objects, self._state)
-        if names := _apart(self._compared):
+        if names := _apart(_found(self._objects, self._state)):
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise self._weights.too_wide(APART.format(names=shown))
-
-    def sums(self) -> dict[str, list[float]]:
-        """Of all that is compared: the sum, and that of absolute values; right after a check."""
-        found = self._all(self._compared)
-        return dict(zip([one.name for one in found], _numbers(found).tolist(), strict=True))
-
-    def unlike(self, sums: Mapping[str, Sequence[float]]) -> list[str]:
-        """What has other sums than `sums` has returned: what was restored is not what it was."""
-        found = [one for one in (self._all() if sums else ()) if one.name in sums]
-        return [
-            one.name
-            for one, (total, size) in zip(found, _numbers(found).tolist(), strict=True)
-            if abs(total - sums[one.name][0]) > one.tolerance * max(size, sums[one.name][1])
-        ]
-
-    @torch.no_grad()
-    def _all(self, found: list[_Sum] | None = None) -> list[_Sum]:
-        if are_in_stages(self._objects):  # each rank has its own
-            return []
-        return _found(self._objects, self._state) if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +125,14 @@ class _Sum:
     tolerance: float
 
 
-def _numbers(found: Sequence[_Sum]) -> Tensor:
-    """Of each its sum and that of absolute values, in a row."""
-    device = wire_device()
-    rows = [torch.stack([one.total, one.size]).to(device) for one in found]
-    return torch.stack(rows).nan_to_num() if rows else torch.empty(0, 2)
-
-
 def _apart(found: list[_Sum]) -> list[str]:
     """What differs between the ranks; called on all of them alike."""
-    if not _are_same([one.name for one in found]):
+    if not are_same(one.name for one in found):
         return ["the kinds and numbers of what was prepared, or is in trial.state,"]
     if not found:
         return []
-    totals, sizes = _numbers(found).T
+    rows = [torch.stack([one.total, one.size]).to(wire_device()) for one in found]
+    totals, sizes = torch.stack(rows).nan_to_num().T
     extremes = torch.cat([totals, -totals, sizes])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     most, least, size = extremes.cpu().chunk(3)
@@ -174,15 +143,6 @@ def _apart(found: list[_Sum]) -> list[str]:
 
 def _found(objects: Sequence[Any], state: dict[str, Any]) -> list[_Sum]:
     return [_Sum(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
-
-
-def _are_same(names: list[str]) -> bool:
-    """Whether all ranks have these, so that they can be compared."""
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    extremes = torch.tensor([number, -number], device=wire_device())
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    return bool(extremes.sum() == 0)
 
 
 def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
