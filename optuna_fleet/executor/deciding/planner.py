@@ -129,7 +129,7 @@ class Planner:
         return instructions
 
     def _go_on(self) -> list[Instruction]:
-        """Who rests, and is not moved by any plan since a check is made, or has failed, goes on."""
+        """Who rests goes on if no plan may move it, because of a check."""
         trials = self._roster.trials
         resting = [run for run in self._roster.runs.values() if run.stage is Stage.AT_REST]
         staying = [run for run in resting if not self._clearance.may_move(trials[run.number])]
