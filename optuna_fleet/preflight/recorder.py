@@ -10,6 +10,7 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -35,23 +36,48 @@ _NOT_LOOKED_INTO = ("optuna", "logging", "threading", "torch.utils.data", "torch
 Named = Iterator[tuple[str, Any]]
 
 
-class Recorder:
-    """Of one rank; goes on over moves.
+@dataclass(slots=True)
+class Notes:
+    """What one rank notes, and how far it is; goes on over moves.
 
     Attributes:
-        record: What was noted.
+        record: What there was.
+        params: Suggested so far.
+        user_attrs: Set so far.
+        sizes: Of the batches that were read.
         num_steps: Of optimizers, in all.
         num_epochs: Mini-epochs begun.
+        num_passes: Over batches.
+        num_moves: How often it was moved.
+        place: Loop and mini-epoch.
+        step: The optimizers', in that.
+        moved_within: The mini-epoch in whose midst it was last to be moved.
+        refused: Why it could not be moved.
+        tells_resumed: The objective has asked if it is resumed.
         is_rough: There are numbers of less precision than float32.
     """
 
-    def __init__(self) -> None:
-        self.record: Record = {}
-        self.num_steps = 0
-        self.num_epochs = 0
-        self.is_rough = False
-        self._place = (0, 0)
-        self._step = 0
+    record: Record = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    user_attrs: dict[str, Any] = field(default_factory=dict)
+    sizes: set[int] = field(default_factory=set)
+    num_steps: int = 0
+    num_epochs: int = 0
+    num_passes: int = 0
+    num_moves: int = 0
+    place: tuple[int, int] = (0, 0)
+    step: int = 0
+    moved_within: tuple[int, int] = (0, 0)
+    refused: str = ""
+    tells_resumed: bool = False
+    is_rough: bool = False
+
+
+class Recorder:
+    """Notes what optimizers, and ends of mini-epochs, find."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
         self._objects: Sequence[Any] = ()
         self._names: dict[int, str] = {}
         register_optimizer_step_pre_hook(self._before_step)
@@ -59,9 +85,9 @@ class Recorder:
 
     def begin_epoch(self, objects: Sequence[Any], loop: int, epoch: int) -> None:
         """A mini-epoch begins; perhaps once more, to go on in its midst."""
-        if self._place != (loop, epoch):
-            self._place, self._step = (loop, epoch), 0
-            self.num_epochs += 1
+        if self._notes.place != (loop, epoch):
+            self._notes.place, self._notes.step = (loop, epoch), 0
+            self._notes.num_epochs += 1
         self._name(objects)
 
     def _name(self, objects: Sequence[Any]) -> None:
@@ -73,8 +99,8 @@ class Recorder:
         }
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.num_steps += 1
-        self._step += 1
+        self._notes.num_steps += 1
+        self._notes.step += 1
         if not _has_closure(args, kwargs):
             self._note_gradients(optimizer)
 
@@ -83,7 +109,7 @@ class Recorder:
             self._note_gradients(optimizer)
 
     def _note_gradients(self, optimizer: Any) -> None:
-        if self._step > _MOST_STEPS:
+        if self._notes.step > _MOST_STEPS:
             return
         names = self._parameters()
         for number, group in enumerate(optimizer.param_groups):
@@ -91,7 +117,7 @@ class Recorder:
                 if parameter.grad is not None:
                     default = f"{type(optimizer).__name__}.param_groups[{number}][{place}]"
                     name = names.get(id(parameter), default)
-                    self._note("gradient", name, parameter.grad, self._step)
+                    self._note("gradient", name, parameter.grad, self._notes.step)
 
     def _parameters(self) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -127,9 +153,9 @@ class Recorder:
 
     def _note(self, kind: str, name: str, value: Any, moment: int = END) -> None:
         with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-            self.record[Key(*self._place, moment, kind, name)] = _kept(value)
+            self._notes.record[Key(*self._notes.place, moment, kind, name)] = _kept(value)
             if kind == "gradient" and value.dtype in (torch.float16, torch.bfloat16):
-                self.is_rough = True
+                self._notes.is_rough = True
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,13 +18,17 @@ from torch import nn
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import is_for_want_of_peers
-from optuna_fleet.preflight.answers import Heard, RehearsedSession, UnfitError
+from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
 from optuna_fleet.preflight.loops import is_last_loop
 from optuna_fleet.preflight.precision import InDouble, double_, watch_autocast
 from optuna_fleet.preflight.quiet_noise import QuietNoise, without_dropout
-from optuna_fleet.preflight.recorder import Recorder
+from optuna_fleet.preflight.recorder import Notes, Recorder
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.preflight.subset import Data
+from optuna_fleet.processes import cause_of_death, die_with
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured
+from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
+from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.moves.leaving import Held
 from optuna_fleet.trainer.objective import LoadedObjective
@@ -47,10 +55,10 @@ class RehearsedTrial(FleetTrial):
         self,
         session: RehearsedSession,
         open_training: Callable[[], Training],
-        rehearsal: Rehearsal,
+        leg: Leg,
     ) -> None:
         super().__init__(session, open_training)
-        self._rehearsal = rehearsal
+        self._leg = leg
         self._num_loops = 0
 
     @property
@@ -61,14 +69,14 @@ class RehearsedTrial(FleetTrial):
     @property
     def is_resumed(self) -> bool:
         """See `FleetTrial`."""
-        self._rehearsal.tells_resumed = True
+        self._leg.notes.tells_resumed = True
         return super().is_resumed
 
     def prepare(self, *objects: Any, **bounds: Any) -> Any:
         """See `FleetTrial`; it is on one device too, as the model need not train for long."""
         for thing in objects:
             if isinstance(thing, nn.Module):
-                self._rehearsal.adapt(thing)
+                self._leg.adapt(thing)
         return super().prepare(*objects)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -90,18 +98,18 @@ class RehearsedTrial(FleetTrial):
 
     def _rehearsed(self, epochs: Iterator[int], numbers: list[int]) -> Iterator[int]:
         self._num_loops += 1
-        loop, rehearsal = self._num_loops, self._rehearsal
+        loop, leg = self._num_loops, self._leg
         for epoch in epochs:
-            rehearsal.begin_epoch(self, loop, epoch)
+            leg.begin_epoch(self, loop, epoch)
             yield numbers[epoch]
-            rehearsal.end_epoch(self)
+            leg.end_epoch(self)
         if loop >= _MOST_LOOPS or is_last_loop():
             self._session.unwind(Left)
 
     def report(self, value: float, step: int) -> None:
         """See `FleetTrial`; goes nowhere."""
         super().report(value, step)
-        self._rehearsal.recorder.reported(value, step)
+        self._leg.recorder.reported(value, step)
 
 
 def _few(num: int) -> list[int]:
@@ -109,29 +117,27 @@ def _few(num: int) -> list[int]:
     return sorted({0, num // 2, num - 1}) if num > 2 else list(range(num))
 
 
-class Rehearsal:
-    """Of one rank: one run after the other, if it is moved.
+class Leg:
+    """What one process does of a rehearsal: all of it, or up to the next move.
 
-    Attributes:
-        tells_resumed: Whether the objective has asked if it is resumed.
+    Args:
+        order: What to rehearse.
+        notes: What the legs before have noted; added to.
+        content: What the trial goes on with.
     """
 
-    def __init__(self, order: Order) -> None:
-        self.tells_resumed = False
-        self.recorder = Recorder()
+    def __init__(self, order: Order, notes: Notes, content: Captured | None) -> None:
+        self.notes = notes
+        self.recorder = Recorder(notes)
         self._order = order
+        self._content = content
         self._noise = QuietNoise()
         self._casts = watch_autocast(is_double=order.is_double)
         self._mode = InDouble(self._noise.replaced)
-        self._data = Data(order, self._noise, self._begin_pass) if order.payload else None
-        self._heard = Heard()
-        self._params = dict(order.params or {})
-        self._asked: dict[str, Any] = {}
-        self._session: RehearsedSession | None = None
+        has_data = order.payload is not None
+        self._data = Data(order, notes.sizes, self._noise, self._begin_pass) if has_data else None
+        self._session = RehearsedSession(self._run_trial(), order, notes)
         self._training: Training | None = None
-        self._num_moves = 0
-        self._num_passes = 0
-        self._has_moved_within = (0, 0)
 
     # -- what the trial calls ---------------------------------------------------------------------
 
@@ -143,16 +149,14 @@ class Rehearsal:
 
     def begin_epoch(self, trial: FleetTrial, loop: int, epoch: int) -> None:
         """A mini-epoch begins, or goes on."""
-        assert self._session is not None
         if not trial.prepared:
             self._session.unwind(Left)
         self.recorder.begin_epoch(trial.prepared, loop, epoch)
         if epoch > 0:
             _disturb(trial.prepared, epoch)
-        if self._order.moves and self._has_moved_within != (loop, epoch):
-            self._has_moved_within = (loop, epoch)
-            place = (loop, epoch, 1)
-            stop = StopAt(run_id=self._session.run.run_id, place=place, stays=True)
+        if self._order.moves and self.notes.moved_within != (loop, epoch):
+            self.notes.moved_within = (loop, epoch)
+            stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
             self._session.stop_line.stop_at(stop)
         self._noise.is_on = True
 
@@ -166,43 +170,42 @@ class Rehearsal:
 
     def _begin_pass(self) -> None:
         """A pass over batches begins."""
-        assert self._session is not None
-        self._num_passes += 1
-        is_plain = self._training is None or not self._training.objects
-        if is_plain or (not self.recorder.num_epochs and self._num_passes > _MOST_PASSES):
+        self.notes.num_passes += 1
+        has_no_loop = not self.notes.num_epochs and self.notes.num_passes > _MOST_PASSES
+        if self._is_plain or has_no_loop:
             self._session.unwind(Left)
 
-    # -- its runs ---------------------------------------------------------------------------------
+    @property
+    def _is_plain(self) -> bool:
+        return self._training is None or not self._training.objects
 
-    def run(self, load: Callable[[RunTrial], Any]) -> Rehearsed:
-        """Run the objective, again after each move, and return what was noted."""
-        held: Held | None = None
-        while True:
-            run = self._next_run(held)
-            try:
-                self._run(run, load, held)
-                return self._rehearsed(Ending.RETURNED)
-            except Left:
-                has_objects = self._training is not None and self._training.objects
-                return self._rehearsed(Ending.LEFT if has_objects else Ending.PLAIN)
-            except Yielded:
-                assert self._training is not None
-                held, self._num_moves = self._training.leaving.held, self._num_moves + 1
-            except TrialPruned:
-                return self._rehearsed(Ending.RETURNED)
-            except UnfitError as error:
-                return self._rehearsed(Ending.UNFIT, str(error))
-            except BaseException as error:
-                problem = f"{type(error).__name__}: {error}"
-                trace = "".join(traceback.format_exception(_of_users(error)))
-                is_cut_off = run.world_size > 1 and is_for_want_of_peers(error)
-                ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
-                return self._rehearsed(ending, problem, trace)
+    # -- its run ----------------------------------------------------------------------------------
 
-    def _next_run(self, held: Held | None) -> RunTrial:
-        order = self._order
+    def run(self, load: Callable[[RunTrial], Any]) -> Rehearsed | Moved:
+        """Run the objective; return how it ended, or that it was moved."""
+        try:
+            self._run(load)
+            return self._rehearsed(Ending.RETURNED)
+        except Left:
+            return self._rehearsed(Ending.LEFT)
+        except Yielded:
+            assert self._training is not None
+            assert self._training.leaving.held is not None
+            return Moved.of(self.notes, self._training.leaving.held.content)
+        except TrialPruned:
+            return self._rehearsed(Ending.RETURNED)
+        except UnfitError as error:
+            return self._rehearsed(Ending.UNFIT, str(error))
+        except BaseException as error:
+            problem = f"{type(error).__name__}: {error}"
+            trace = "".join(traceback.format_exception(_of_users(error)))
+            is_cut_off = self._order.world_size > 1 and is_for_want_of_peers(error)
+            return self._rehearsed(Ending.CUT_OFF if is_cut_off else Ending.RAISED, problem, trace)
+
+    def _run_trial(self) -> RunTrial:
+        order, num_moves = self._order, self.notes.num_moves
         return RunTrial(
-            run_id=self._num_moves,
+            run_id=num_moves,
             number=0,
             trial_id=0,
             rank=order.rank,
@@ -215,67 +218,64 @@ class Rehearsal:
             store=order.store,
             gc_after_trial=False,
             maximize=order.maximize,
-            held=self._num_moves - 1 if held else None,
+            held=num_moves - 1 if self._content else None,
         )
 
-    def _run(self, run: RunTrial, load: Callable[[RunTrial], Any], held: Held | None) -> Any:
-        session = self._session = RehearsedSession(run, self._order, self._params, self._heard)
-        self._training, self._noise.is_on = None, False
+    def _run(self, load: Callable[[RunTrial], Any]) -> None:
+        session, run = self._session, self._session.run
         objective = load(run)
         seed_run(run.seed, run.number)
         if run.world_size == 1:  # several join when the training begins
             join_group_of(run, "cpu")
         seed_torch(run.seed, run.number)
-
-        def open_training() -> Training:
-            if self._training is None:
-                self._training = Training(session, self._data, "cpu", held)
-            return self._training
-
         if run.world_size > 1:
-            open_training()
-        is_at_end = False
+            self._open_training()
         try:
             try:
-                value = self._called(objective, RehearsedTrial(session, open_training, self))
+                self._call(objective, RehearsedTrial(session, self._open_training, self))
             finally:
                 session.check()
-            is_at_end = True
-            return value
         except Yielded:
-            is_at_end = True
+            self._end()
             raise
-        finally:
-            self._asked |= session.parameters
-            self._noise.is_on = False
-            if self._training is not None and is_at_end:
-                self._training.end(alone=False)
-                wait_until_left()
+        self._end()
 
-    def _called(self, objective: Callable[[Any], Any], trial: RehearsedTrial) -> Any:
-        if not self._order.is_double:
-            return objective(trial)
-        torch.set_default_dtype(torch.float64)
-        with self._mode:
-            return objective(trial)
+    def _open_training(self) -> Training:
+        if self._training is None:
+            held = Held(self._content, Saver(self._session)) if self._content else None
+            self._training = Training(self._session, self._data, "cpu", held)
+        return self._training
+
+    def _call(self, objective: Callable[[Any], Any], trial: RehearsedTrial) -> None:
+        if self._order.is_double:
+            torch.set_default_dtype(torch.float64)
+        with self._mode if self._order.is_double else contextlib.nullcontext():
+            objective(trial)
+
+    def _end(self) -> None:
+        """All ranks come here."""
+        self._noise.is_on = False
+        if self._training is not None:
+            self._training.end(alone=False)
+            wait_until_left()
 
     def _rehearsed(self, ending: Ending, problem: str = "", trace: str = "") -> Rehearsed:
-        if ending is Ending.RETURNED and (self._training is None or not self._training.objects):
+        notes = self.notes
+        if ending in (Ending.RETURNED, Ending.LEFT) and self._is_plain:
             ending = Ending.PLAIN
-        recorder = self.recorder
         return Rehearsed(
             ending=ending,
-            record=recorder.record,
+            record=notes.record,
             problem=problem,
             traceback=trace,
-            params=self._asked,
-            num_steps=recorder.num_steps,
-            num_epochs=recorder.num_epochs,
-            sizes=frozenset(self._data.sizes if self._data else ()),
-            num_moves=self._num_moves,
-            refused=self._heard.refused,
-            tells_resumed=self.tells_resumed,
-            is_rough=recorder.is_rough or bool(self._casts),
+            params=notes.params,
+            num_steps=notes.num_steps,
+            num_epochs=notes.num_epochs,
+            sizes=frozenset(notes.sizes),
+            num_moves=notes.num_moves,
+            refused=notes.refused,
+            tells_resumed=notes.tells_resumed,
+            is_rough=notes.is_rough or bool(self._casts),
         )
 
 
@@ -308,13 +308,47 @@ def _disturb(objects: Any, seed: int) -> None:
                 parameter.add_(noise.to(parameter))
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A leg has ended by a move: what is handed on to the next one."""
+
+    notes: Notes
+    data: bytes
+    position: tuple[int, ...]
+    epoch: int
+
+    @classmethod
+    def of(cls, notes: Notes, content: Captured) -> Moved:
+        """With what the trial goes on with."""
+        return cls(notes, bytes(content.file.data), content.position, content.epoch)
+
+    @property
+    def content(self) -> Captured:
+        """What the trial goes on with."""
+        return Captured(MemoryFile.of(self.data), self.position, self.epoch)
+
+
 def rehearse(order: Order) -> Rehearsed:
-    """Rehearse as ordered, in this process, which is good for nothing else afterwards."""
+    """Rehearse as ordered, in this process, which is good for nothing else afterwards.
+
+    Where it is moved each leg has a process of its own, as trials have: nothing of the objective's
+    modules and classes goes along.
+    """
+    if not order.moves:
+        return _leg(order, Notes(), None)  # type: ignore[return-value]
+    notes, content = Notes(), None
+    while isinstance(found := _forked(partial(_leg, order, notes, content)), Moved):
+        notes, content = found.notes, found.content
+        notes.num_moves += 1
+    return found
+
+
+def _leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
     try:
         sys.path[:] = order.path
         os.chdir(order.folder)
         loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_stand_in)
-        rehearsal = Rehearsal(order)
+        leg = Leg(order, notes, content)
     except Exception as error:
         trace = "".join(traceback.format_exception(error))
         return Rehearsed(ending=Ending.UNFIT, problem=f"{error}", traceback=trace)
@@ -325,7 +359,30 @@ def rehearse(order: Order) -> Rehearsed:
         loaded.adopt_torch()
         return objective
 
-    return rehearsal.run(load)
+    return leg.run(load)
+
+
+def _forked(work: Callable[[], Rehearsed | Moved]) -> Rehearsed | Moved:
+    """What `work` returns in a child of this process and of its group."""
+    with open(os.memfd_create("leg"), "w+b") as file:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with(parent)
+                pickle.dump(work(), file)
+                file.flush()
+                os._exit(0)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            cause = f"its process ended by {cause_of_death(code)}"
+            return Rehearsed(ending=Ending.DIED, problem=cause)
+        file.seek(0)
+        return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
 
 
 def _stand_in(target: str) -> Any:

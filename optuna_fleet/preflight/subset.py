@@ -19,11 +19,16 @@ from optuna_fleet.wire.packing import unpack
 class Data(InlineClient):
     """A few batches of each pass, always of the same samples, the last batch of an odd size.
 
-    Attributes:
-        sizes: Of the batches that were read.
+    Args:
+        order: Says which data sets, and how much of them.
+        sizes: Gets those of the batches that are read.
+        noise: Is paused while samples are made.
+        begin_pass: Called as each pass begins.
     """
 
-    def __init__(self, order: Order, noise: QuietNoise, begin_pass: Callable[[], None]) -> None:
+    def __init__(
+        self, order: Order, sizes: set[int], noise: QuietNoise, begin_pass: Callable[[], None]
+    ) -> None:
         assert order.spec is not None
         assert order.payload is not None
         source = order.payload.load()
@@ -32,7 +37,7 @@ class Data(InlineClient):
             each.name: unpack(each.collate) for each in order.spec.datasets if each.collate
         }
         super().__init__(order.spec, source, collates)
-        self.sizes: set[int] = set()
+        self._sizes = sizes
         self._order = order
         self._noise = noise
         self._begin_pass = begin_pass
@@ -47,7 +52,7 @@ class Data(InlineClient):
     def _made_of(self, plan: ReadPlan) -> Iterator[Batch]:
         self._begin_pass()
         for batch in super()._made(plan):
-            self.sizes.add(batch.global_size)
+            self._sizes.add(batch.global_size)
             yield replace(batch, data=in_double(batch.data)) if self._order.is_double else batch
 
     def _batch(self, plan: ReadPlan, step: int) -> Batch:
