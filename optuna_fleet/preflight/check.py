@@ -34,7 +34,7 @@ from optuna_fleet.preflight.comparison import (
     differences,
     unlike,
 )
-from optuna_fleet.preflight.records import Ending, Key, Order, Record, Rehearsed
+from optuna_fleet.preflight.records import Ending, Key, Order, Rehearsed
 from optuna_fleet.preflight.verdict import (
     Free,
     NotChecked,
@@ -213,8 +213,6 @@ class Checker:
             seen = set[Key]().union(*(rank.record for rank in ranks))
             by_width = {key: size for key, size in by_width.items() if key in seen}
         by_move = unlike(alone.record, moved.record) if moved.is_whole else {}
-        if moved.tells_resumed:  # what holds the answer is meant to differ
-            by_move = {k: s for k, s in by_move.items() if not _may_be_answer(k, moved.record)}
         if by_width or by_move:
             ((again,),) = self._ran([[order]], limit_s, costs)
             unsteady = unlike(alone.record, again.record)
@@ -281,11 +279,6 @@ def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
     causes = [k for k in by_move if k[:2] == first[:2] and k.kind in ("variable", "learning rate")]
     causes.sort(key=lambda key: key.kind != "variable")
     return NotMoved(differences=differences({**dict.fromkeys(causes, math.inf), **by_move}))
-
-
-def _may_be_answer(key: Key, record: Record) -> bool:
-    """Whether it is a variable like ``resume = "must" if trial.is_resumed else "never"``."""
-    return key.kind == "variable" and isinstance(record.get(key), bool | str)
 
 
 def _problem(failed: Sequence[Rehearsed]) -> str:

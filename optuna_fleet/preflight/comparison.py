@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from optuna_fleet.preflight.records import END, Key, Record, Sketch, Value
+from optuna_fleet.preflight.records import BEGIN, END, Key, Record, Sketch, Value
 from optuna_fleet.preflight.verdict import Difference
 
 Numbers: TypeAlias = npt.NDArray[Any]
@@ -23,10 +23,29 @@ ROUGH = 5e-2
 
 
 def unlike(record: Record, other: Record) -> dict[Key, float]:
-    """What is not the same bit for bit, in the order of time."""
-    found = [key for key in record if key in other and not _same(record[key], other[key])]
+    """What is not the same bit for bit, in the order of time.
+
+    Not variables that don't change in the loop, like ``is_resumed = bool(trial.state)``: they hold
+    nothing of the training, and what follows from them would differ itself.
+    """
+    fixed = _fixed(record)
+    found = [
+        key
+        for key in record
+        if key in other and not _same(record[key], other[key])
+        if key.kind != "variable" or (key.moment == END and key.name not in fixed)
+    ]
     alone = [key for key in record.keys() ^ other.keys() if key.kind != "variable"]
     return dict.fromkeys(sorted({*found, *alone}, key=lambda key: key.order), math.inf)
+
+
+def _fixed(record: Record) -> set[str]:
+    """The variables that are there before the first loop, and stay as they are."""
+    values: dict[str, list[Value]] = {}
+    for key, value in record.items():
+        if key.kind == "variable" and (key.name in values or (key.loop, key.moment) == (1, BEGIN)):
+            values.setdefault(key.name, []).append(value)
+    return {name for name, all_ in values.items() if all(_same(all_[0], each) for each in all_)}
 
 
 def apart(

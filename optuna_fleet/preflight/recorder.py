@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from optuna_fleet.preflight.records import END, Key, Record, Sketch, Value
+from optuna_fleet.preflight.records import BEGIN, END, Key, Record, Sketch, Value
 from optuna_fleet.trainer.frames import users_frames, variables_of
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
@@ -53,7 +53,6 @@ class Notes:
         step: The optimizers', in that.
         moved_within: The mini-epoch in whose midst it was last to be moved.
         refused: Why it could not be moved.
-        tells_resumed: The objective has asked if it is resumed.
         is_rough: There are numbers of less precision than float32.
     """
 
@@ -69,7 +68,6 @@ class Notes:
     step: int = 0
     moved_within: tuple[int, int] = (0, 0)
     refused: str = ""
-    tells_resumed: bool = False
     is_rough: bool = False
 
 
@@ -89,6 +87,8 @@ class Recorder:
             self._notes.place, self._notes.step = (loop, epoch), 0
             self._notes.num_epochs += 1
         self._name(objects)
+        if epoch == 0:
+            self._note_variables({id(thing) for thing in objects}, moment=BEGIN)
 
     def _name(self, objects: Sequence[Any]) -> None:
         self._objects = objects
@@ -142,10 +142,13 @@ class Recorder:
                     self._note(kind, name, leaf)
         known = {id(thing) for thing in objects} | {id(state)}
         kept = {id(value) for value in state.values() if not isinstance(value, _SCALARS)}
+        self._note_variables(known | kept)
+
+    def _note_variables(self, known: set[int], moment: int = END) -> None:
         for root, value in _variables():
-            if id(value) not in known | kept:
+            if id(value) not in known:
                 for name, leaf in _flattened(root, value, 0, set(known)):
-                    self._note("variable", name, leaf)
+                    self._note("variable", name, leaf, moment)
 
     def reported(self, value: float, step: int) -> None:
         """A value was reported."""
@@ -234,7 +237,7 @@ def _variables() -> Named:
 def _flattened(name: str, value: Any, depth: int, met: set[int]) -> Named:
     """Yield the numbers, texts and tensors in a value, by how the user would write them."""
     if isinstance(value, str):
-        if len(value) < 200 and " at 0x" not in value:
+        if " " not in value:  # a sentence is for people
             yield name, value
     elif isinstance(value, (*_SCALARS, Tensor, np.generic)):
         yield name, value

@@ -20,12 +20,12 @@ KINDS = (
 )
 """Of what is noted; of several at one moment the first causes the others."""
 
-END = 1 << 20
-"""As a moment: the end of a mini-epoch."""
+BEGIN, END = 0, 1 << 20
+"""As moments: the beginning of a mini-epoch, and its end."""
 
 
 class Key(NamedTuple):
-    """What was noted when: loop from 1, mini-epoch, and 0 or a step from 1 or `END` of that."""
+    """What was noted when: loop from 1, mini-epoch, and a step of it from 1, `BEGIN` or `END`."""
 
     loop: int
     epoch: int
@@ -127,7 +127,6 @@ class Rehearsed:
         sizes: Those of the batches that were read.
         num_moves: How often it was moved.
         refused: Why it could not be moved.
-        tells_resumed: The objective has asked whether it is resumed.
         is_rough: Numbers of less precision than float32 are in it.
     """
 
@@ -141,7 +140,6 @@ class Rehearsed:
     sizes: frozenset[int] = frozenset()
     num_moves: int = 0
     refused: str = ""
-    tells_resumed: bool = False
     is_rough: bool = False
 
     @property

@@ -66,12 +66,6 @@ class RehearsedTrial(FleetTrial):
         """See `FleetTrial`."""
         return True
 
-    @property
-    def is_resumed(self) -> bool:
-        """See `FleetTrial`."""
-        self._leg.notes.tells_resumed = True
-        return super().is_resumed
-
     def prepare(self, *objects: Any, **bounds: Any) -> Any:
         """See `FleetTrial`; it is on one device too, as the model need not train for long."""
         for thing in objects:
@@ -274,7 +268,6 @@ class Leg:
             sizes=frozenset(notes.sizes),
             num_moves=notes.num_moves,
             refused=notes.refused,
-            tells_resumed=notes.tells_resumed,
             is_rough=notes.is_rough or bool(self._casts),
         )
 
