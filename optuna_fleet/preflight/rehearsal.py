@@ -20,8 +20,8 @@ from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
 from optuna_fleet.preflight.loops import is_last_loop
-from optuna_fleet.preflight.precision import InDouble, double_, watch_autocast
-from optuna_fleet.preflight.quiet_noise import QuietNoise, without_dropout
+from optuna_fleet.preflight.precision import InDouble, double_, on_autocast
+from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Notes, Recorder
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.preflight.subset import Data
@@ -126,8 +126,7 @@ class Leg:
         self._order = order
         self._content = content
         self._noise = QuietNoise()
-        self._casts = watch_autocast(is_double=order.is_double)
-        self._mode = InDouble(self._noise.replaced)
+        on_autocast(self._begins_autocast)
         has_data = order.payload is not None
         self._data = Data(order, notes.sizes, self._noise, self._begin_pass) if has_data else None
         self._session = RehearsedSession(self._run_trial(), order, notes)
@@ -137,9 +136,12 @@ class Leg:
 
     def adapt(self, module: nn.Module) -> None:
         """A module is about to be prepared."""
-        without_dropout(module)
         if self._order.is_double:
             double_(module)
+
+    def _begins_autocast(self) -> bool:
+        self.notes.is_rough = True
+        return not self._order.is_double
 
     def begin_epoch(self, trial: FleetTrial, loop: int, epoch: int) -> None:
         """A mini-epoch begins, or goes on."""
@@ -243,7 +245,7 @@ class Leg:
     def _call(self, objective: Callable[[Any], Any], trial: RehearsedTrial) -> None:
         if self._order.is_double:
             torch.set_default_dtype(torch.float64)
-        with self._mode if self._order.is_double else contextlib.nullcontext():
+        with self._noise, InDouble() if self._order.is_double else contextlib.nullcontext():
             objective(trial)
 
     def _end(self) -> None:
@@ -268,7 +270,7 @@ class Leg:
             sizes=frozenset(notes.sizes),
             num_moves=notes.num_moves,
             refused=notes.refused,
-            is_rough=notes.is_rough or bool(self._casts),
+            is_rough=notes.is_rough,
         )
 
 
