@@ -41,22 +41,22 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A tensor, small enough to be kept.
+    """Numbers, small enough to be kept, and equal if all of them are.
 
     Attributes:
-        digest: Of its bytes.
-        shape: Its own.
-        numbers: Its numbers; of a large one sums with random signs of parts of these.
+        digest: Of all.
+        shape: Of the tensor.
+        numbers: The same; of many, sums of parts of them with random signs.
         largest: The largest number's absolute value.
     """
 
     digest: bytes
-    shape: tuple[int, ...]
-    numbers: npt.NDArray[np.float64]
-    largest: float
+    shape: tuple[int, ...] = field(compare=False)
+    numbers: npt.NDArray[np.float64] = field(compare=False)
+    largest: float = field(compare=False)
 
 
-Value: TypeAlias = Sketch | bool | int | float | complex | str | None
+Value: TypeAlias = Sketch | str | None
 Record: TypeAlias = dict[Key, Value]
 
 
