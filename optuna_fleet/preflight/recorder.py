@@ -22,7 +22,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from optuna_fleet.preflight.records import BEGIN, END, Key, Record, Sketch, Value
+from optuna_fleet.preflight.records import (
+    BEGIN,
+    END,
+    Ending,
+    Key,
+    Record,
+    Rehearsed,
+    Sketch,
+    Value,
+)
 from optuna_fleet.trainer.frames import users_frames, variables_of
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
@@ -70,6 +79,21 @@ class Notes:
     moved_within: tuple[int, int] = (0, 0)
     refused: str = ""
     is_rough: bool = False
+
+    def ended(self, ending: Ending, problem: str, trace: str = "") -> Rehearsed:
+        """What there is to tell when all is over."""
+        return Rehearsed(
+            ending=ending,
+            record=self.record,
+            problem=problem,
+            traceback=trace,
+            params=self.params,
+            num_steps=self.num_steps,
+            num_epochs=self.num_epochs,
+            sizes=frozenset(self.sizes),
+            refused=self.refused,
+            is_rough=self.is_rough,
+        )
 
 
 class Recorder:

@@ -125,7 +125,6 @@ class Rehearsed:
         num_steps: Of optimizers.
         num_epochs: Mini-epochs begun.
         sizes: Those of the batches that were read.
-        num_moves: How often it was moved.
         refused: Why it could not be moved.
         is_rough: Numbers of less precision than float32 are in it.
     """
@@ -138,7 +137,6 @@ class Rehearsed:
     num_steps: int = 0
     num_epochs: int = 0
     sizes: frozenset[int] = frozenset()
-    num_moves: int = 0
     refused: str = ""
     is_rough: bool = False
 

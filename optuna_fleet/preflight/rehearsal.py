@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from optuna import TrialPruned
@@ -27,7 +25,6 @@ from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death, die_with
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured
-from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.moves.leaving import Held
@@ -42,6 +39,10 @@ _MOST_LOOPS = 4
 _MOST_PASSES = 6  # of objectives that have no loop over epochs
 _PER_PERIOD = 3
 _NOISE = (0, 2, 5)  # before each mini-epoch: that losses may grow, and not only saturate
+
+
+Moved: TypeAlias = tuple[Notes, Captured]
+"""What a leg that ends by a move hands on."""
 
 
 class Left(Yielded):
@@ -121,16 +122,31 @@ class Leg:
     """
 
     def __init__(self, order: Order, notes: Notes, content: Captured | None) -> None:
-        self.notes = notes
         self.recorder = Recorder(notes)
         self._order = order
+        self._notes = notes
         self._content = content
         self._noise = QuietNoise()
-        on_autocast(self._begins_autocast)
-        has_data = order.payload is not None
-        self._data = Data(order, notes.sizes, self._noise, self._begin_pass) if has_data else None
-        self._session = RehearsedSession(self._run_trial(), order, notes)
+        self._run = RunTrial(
+            run_id=notes.num_moves,
+            number=0,
+            trial_id=0,
+            rank=order.rank,
+            world_size=order.world_size,
+            seed=order.seed,
+            objective_id=0,
+            objective_at=order.objective_at,
+            measure=False,
+            group=order.group,
+            store=order.store,
+            gc_after_trial=False,
+            maximize=order.maximize,
+            held=notes.num_moves - 1 if content else None,
+        )
+        self._session = RehearsedSession(self._run, order, notes)
+        self._data: Data | None = None
         self._training: Training | None = None
+        on_autocast(self._begins_autocast)
 
     # -- what the trial calls ---------------------------------------------------------------------
 
@@ -140,7 +156,7 @@ class Leg:
             double_(module)
 
     def _begins_autocast(self) -> bool:
-        self.notes.is_rough = True
+        self._notes.is_rough = True
         return not self._order.is_double
 
     def begin_epoch(self, trial: FleetTrial, loop: int, epoch: int) -> None:
@@ -148,11 +164,10 @@ class Leg:
         if not trial.prepared:
             self._session.unwind(Left)
         self.recorder.begin_epoch(trial.prepared, loop, epoch)
-        if epoch > 0:
-            _disturb(trial.prepared, epoch)
-        if self._order.moves and self.notes.moved_within != (loop, epoch):
-            self.notes.moved_within = (loop, epoch)
-            stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
+        _disturb(trial.prepared, epoch)
+        if self._order.moves and self._notes.moved_within != (loop, epoch):
+            self._notes.moved_within = (loop, epoch)
+            stop = StopAt(run_id=self._run.run_id, place=(loop, epoch, 1), stays=True)
             self._session.stop_line.stop_at(stop)
         self._noise.is_on = True
 
@@ -166,8 +181,8 @@ class Leg:
 
     def _begin_pass(self) -> None:
         """A pass over batches begins."""
-        self.notes.num_passes += 1
-        has_no_loop = not self.notes.num_epochs and self.notes.num_passes > _MOST_PASSES
+        self._notes.num_passes += 1
+        has_no_loop = not self._notes.num_epochs and self._notes.num_passes > _MOST_PASSES
         if self._is_plain or has_no_loop:
             self._session.unwind(Left)
 
@@ -177,64 +192,52 @@ class Leg:
 
     # -- its run ----------------------------------------------------------------------------------
 
-    def run(self, load: Callable[[RunTrial], Any]) -> Rehearsed | Moved:
-        """Run the objective; return how it ended, or that it was moved."""
+    def run(self) -> Rehearsed | Moved:
+        """Run the objective; return how it ended, or what it goes on with elsewhere."""
+        ending, problem, trace = Ending.RETURNED, "", ""
         try:
-            self._run(load)
-            return self._rehearsed(Ending.RETURNED)
+            self._call()
         except Left:
-            return self._rehearsed(Ending.LEFT)
-        except Yielded:
-            assert self._training is not None
-            assert self._training.leaving.held is not None
-            return Moved.of(self.notes, self._training.leaving.held.content)
-        except TrialPruned:
-            return self._rehearsed(Ending.RETURNED)
+            ending = Ending.LEFT
+        except (Yielded, TrialPruned):
+            pass
         except UnfitError as error:
-            return self._rehearsed(Ending.UNFIT, str(error))
+            ending, problem = Ending.UNFIT, str(error)
         except BaseException as error:
+            is_cut_off = self._run.world_size > 1 and is_for_want_of_peers(error)
+            ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
             problem = f"{type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(_of_users(error)))
-            is_cut_off = self._order.world_size > 1 and is_for_want_of_peers(error)
-            return self._rehearsed(Ending.CUT_OFF if is_cut_off else Ending.RAISED, problem, trace)
+        if ending in (Ending.RETURNED, Ending.LEFT):
+            ending = Ending.PLAIN if self._is_plain else ending
+            self._end()
+        if self._training is not None and self._training.leaving.held:
+            return self._notes, self._training.leaving.held.content
+        return self._notes.ended(ending, problem, trace)
 
-    def _run_trial(self) -> RunTrial:
-        order, num_moves = self._order, self.notes.num_moves
-        return RunTrial(
-            run_id=num_moves,
-            number=0,
-            trial_id=0,
-            rank=order.rank,
-            world_size=order.world_size,
-            seed=order.seed,
-            objective_id=0,
-            objective_at=order.objective_at,
-            measure=False,
-            group=order.group,
-            store=order.store,
-            gc_after_trial=False,
-            maximize=order.maximize,
-            held=num_moves - 1 if self._content else None,
-        )
-
-    def _run(self, load: Callable[[RunTrial], Any]) -> None:
-        session, run = self._session, self._session.run
-        objective = load(run)
+    def _call(self) -> None:
+        order, run = self._order, self._run
+        sys.path[:] = order.path
+        os.chdir(order.folder)
+        if order.payload is not None:
+            self._data = Data(order, self._noise, self._notes.sizes, self._begin_pass)
+        loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
+        objective = loaded.of(run)
+        loaded.adopt_numbers()
+        loaded.adopt_torch()
         seed_run(run.seed, run.number)
         if run.world_size == 1:  # several join when the training begins
             join_group_of(run, "cpu")
         seed_torch(run.seed, run.number)
         if run.world_size > 1:
             self._open_training()
+        if order.is_double:
+            torch.set_default_dtype(torch.float64)
         try:
-            try:
-                self._call(objective, RehearsedTrial(session, self._open_training, self))
-            finally:
-                session.check()
-        except Yielded:
-            self._end()
-            raise
-        self._end()
+            with self._noise, InDouble() if order.is_double else nullcontext():
+                objective(RehearsedTrial(self._session, self._open_training, self))
+        finally:
+            self._session.check()
 
     def _open_training(self) -> Training:
         if self._training is None:
@@ -242,36 +245,11 @@ class Leg:
             self._training = Training(self._session, self._data, "cpu", held)
         return self._training
 
-    def _call(self, objective: Callable[[Any], Any], trial: RehearsedTrial) -> None:
-        if self._order.is_double:
-            torch.set_default_dtype(torch.float64)
-        with self._noise, InDouble() if self._order.is_double else contextlib.nullcontext():
-            objective(trial)
-
     def _end(self) -> None:
         """All ranks come here."""
-        self._noise.is_on = False
         if self._training is not None:
             self._training.end(alone=False)
             wait_until_left()
-
-    def _rehearsed(self, ending: Ending, problem: str = "", trace: str = "") -> Rehearsed:
-        notes = self.notes
-        if ending in (Ending.RETURNED, Ending.LEFT) and self._is_plain:
-            ending = Ending.PLAIN
-        return Rehearsed(
-            ending=ending,
-            record=notes.record,
-            problem=problem,
-            traceback=trace,
-            params=notes.params,
-            num_steps=notes.num_steps,
-            num_epochs=notes.num_epochs,
-            sizes=frozenset(notes.sizes),
-            num_moves=notes.num_moves,
-            refused=notes.refused,
-            is_rough=notes.is_rough,
-        )
 
 
 def _of_users(error: BaseException) -> BaseException:
@@ -283,105 +261,53 @@ def _of_users(error: BaseException) -> BaseException:
 
 
 @torch.no_grad()
-def _disturb(objects: Any, seed: int) -> None:
+def _disturb(objects: Sequence[Any], epoch: int) -> None:
     """The models are worse than before, in all runs alike: what keeps the best shows that."""
-    generator, met = torch.Generator().manual_seed(seed), set[int]()
-    for thing in objects:
-        for parameter in thing.parameters() if isinstance(thing, nn.Module) else ():
-            if (
-                parameter.requires_grad
-                and parameter.is_floating_point()
-                and id(parameter) not in met
-            ):
-                met.add(id(parameter))
-                noise = torch.empty(parameter.shape, dtype=torch.float64)
-                noise = (
-                    noise.normal_(generator=generator)
-                    * _NOISE[seed]
-                    * (parameter.abs().mean() + 0.1)
-                )
-                parameter.add_(noise.to(parameter))
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A leg has ended by a move: what is handed on to the next one."""
-
-    notes: Notes
-    data: bytes
-    position: tuple[int, ...]
-    epoch: int
-
-    @classmethod
-    def of(cls, notes: Notes, content: Captured) -> Moved:
-        """With what the trial goes on with."""
-        return cls(notes, bytes(content.file.data), content.position, content.epoch)
-
-    @property
-    def content(self) -> Captured:
-        """What the trial goes on with."""
-        return Captured(MemoryFile.of(self.data), self.position, self.epoch)
+    generator = torch.Generator().manual_seed(epoch)
+    modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
+    for parameter in modules.parameters() if _NOISE[epoch] else ():
+        if parameter.requires_grad and parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
+            parameter.add_((size * noise).to(parameter))
 
 
 def rehearse(order: Order) -> Rehearsed:
     """Rehearse as ordered, in this process, which is good for nothing else afterwards.
 
-    Where it is moved each leg has a process of its own, as trials have: nothing of the objective's
-    modules and classes goes along.
+    Where it is moved each leg has a process of its own, as trials have: nothing that the
+    objective's modules and classes keep goes along.
     """
-    if not order.moves:
-        return _leg(order, Notes(), None)  # type: ignore[return-value]
     notes, content = Notes(), None
-    while isinstance(found := _forked(partial(_leg, order, notes, content)), Moved):
-        notes, content = found.notes, found.content
+    run = _run_in_a_child if order.moves else _run_leg
+    while not isinstance(found := run(order, notes, content), Rehearsed):
+        notes, content = found
         notes.num_moves += 1
     return found
 
 
-def _leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
-    try:
-        sys.path[:] = order.path
-        os.chdir(order.folder)
-        loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_stand_in)
-        leg = Leg(order, notes, content)
-    except Exception as error:
-        trace = "".join(traceback.format_exception(error))
-        return Rehearsed(ending=Ending.UNFIT, problem=f"{error}", traceback=trace)
-
-    def load(run: RunTrial) -> Any:
-        objective = loaded.of(run)
-        loaded.adopt_numbers()
-        loaded.adopt_torch()
-        return objective
-
-    return leg.run(load)
+def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
+    return Leg(order, notes, content).run()
 
 
-def _forked(work: Callable[[], Rehearsed | Moved]) -> Rehearsed | Moved:
-    """What `work` returns in a child of this process and of its group."""
+def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
+    """`_run_leg` in a child of this process, and of its group."""
     with open(os.memfd_create("leg"), "w+b") as file:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 die_with(parent)
-                pickle.dump(work(), file)
+                pickle.dump(_run_leg(*leg), file)
                 file.flush()
                 os._exit(0)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code:
-            cause = f"its process ended by {cause_of_death(code)}"
-            return Rehearsed(ending=Ending.DIED, problem=cause)
+            return Notes().ended(Ending.DIED, f"its process ended by {cause_of_death(code)}")
         file.seek(0)
         return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
-
-
-def _stand_in(target: str) -> Any:
-    return _Missing(target)
 
 
 class _Missing:

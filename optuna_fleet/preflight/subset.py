@@ -21,25 +21,24 @@ class Data(InlineClient):
 
     Args:
         order: Says which data sets, and how much of them.
-        sizes: Gets those of the batches that are read.
         noise: Is paused while samples are made.
+        sizes: Gets those of the batches that are read.
         begin_pass: Called as each pass begins.
     """
 
     def __init__(
-        self, order: Order, sizes: set[int], noise: QuietNoise, begin_pass: Callable[[], None]
+        self, order: Order, noise: QuietNoise, sizes: set[int], begin_pass: Callable[[], None]
     ) -> None:
         assert order.spec is not None
         assert order.payload is not None
         source = order.payload.load()
         source = replace(source, generators=payload.generators_in(source))
-        collates = {
-            each.name: unpack(each.collate) for each in order.spec.datasets if each.collate
-        }
+        datasets = order.spec.datasets
+        collates = {each.name: unpack(each.collate) for each in datasets if each.collate}
         super().__init__(order.spec, source, collates)
-        self._sizes = sizes
         self._order = order
         self._noise = noise
+        self._sizes = sizes
         self._begin_pass = begin_pass
         self._made_samples: dict[tuple[str, int], Any] = {}
 
