@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -30,13 +29,14 @@ class InDouble(TorchFunctionMode):
             return args[0].double()
         args = tuple(map(_wider, args))
         kwargs = {name: _wider(value) for name, value in (kwargs or {}).items()}
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError:  # perhaps of a tensor that the script has made
-            again = in_double((args, kwargs))
-            if _ids(again) == _ids((args, kwargs)):
-                raise
-            result = func(*again[0], **again[1])
+        with torch._C._DisableAutocast():
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError:  # perhaps of a tensor that the script has made
+                again = in_double((args, kwargs))
+                if _ids(again) == _ids((args, kwargs)):
+                    raise
+                result = func(*again[0], **again[1])
         return in_double(result) if func in _MAKERS else result
 
 
@@ -55,20 +55,3 @@ def in_double(value: Any) -> Any:
 
 def _one(tensor: Tensor) -> Tensor:
     return tensor.to(_DOUBLE[tensor.dtype]) if tensor.dtype in _DOUBLE else tensor
-
-
-def double_(module: nn.Module) -> None:
-    """Have a module compute in float64."""
-    module._apply(_one)  # type: ignore[no-untyped-call]
-
-
-def on_autocast(begins: Callable[[], bool]) -> None:
-    """Have autocast ask, for good, whether to do anything."""
-    kind: Any = torch.amp.autocast_mode.autocast
-    begin = kind.__init__
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        begin(self, *args, **kwargs)
-        self._enabled = begins() and self._enabled
-
-    kind.__init__ = __init__

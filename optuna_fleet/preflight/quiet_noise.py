@@ -57,11 +57,12 @@ class QuietNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         is_on: Draws are constants now.
+        is_rough: Something of less precision than float32 was computed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_on = False
+        self.is_on = self.is_rough = False
         self._replace(random, random.Random)
         self._replace(np.random, np.random.RandomState)
 
@@ -74,6 +75,7 @@ class QuietNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in _OF_TORCH and kwargs.get("generator") is None:
                 given = args[1:] if name.endswith("_") else args
                 drawn.copy_(torch.as_tensor(_OF_TORCH[name](drawn, *given)))
+        self.is_rough |= getattr(drawn, "dtype", None) in (torch.float16, torch.bfloat16)
         return drawn
 
     def _replace(self, module: Any, generator: type[Any]) -> None:

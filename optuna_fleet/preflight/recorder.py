@@ -17,17 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from optuna_fleet.preflight.records import (
     BEGIN,
     END,
-    Ending,
     Key,
-    Record,
     Rehearsed,
     Sketch,
     Value,
@@ -46,54 +41,25 @@ _PREPARED = "prepared"  # as a kind: that of each part
 Leaves = Iterator[tuple[str, str, Any]]
 
 
-@dataclass(slots=True)
-class Notes:
+@dataclass(slots=True, kw_only=True)
+class Notes(Rehearsed):
     """What one rank notes, and how far it is; goes on over moves.
 
     Attributes:
-        record: What there was.
-        params: Suggested so far.
         user_attrs: Set so far.
-        sizes: Of the batches that were read.
-        num_steps: Of optimizers, in all.
-        num_epochs: Mini-epochs begun.
         num_passes: Over batches.
         num_moves: How often it was moved.
         place: Loop and mini-epoch.
         step: The optimizers', in that.
         moved_within: The mini-epoch in whose midst it was last to be moved.
-        refused: Why it could not be moved.
-        is_rough: There are numbers of less precision than float32.
     """
 
-    record: Record = field(default_factory=dict)
-    params: dict[str, Any] = field(default_factory=dict)
     user_attrs: dict[str, Any] = field(default_factory=dict)
-    sizes: set[int] = field(default_factory=set)
-    num_steps: int = 0
-    num_epochs: int = 0
     num_passes: int = 0
     num_moves: int = 0
     place: tuple[int, int] = (0, 0)
     step: int = 0
     moved_within: tuple[int, int] = (0, 0)
-    refused: str = ""
-    is_rough: bool = False
-
-    def ended(self, ending: Ending, problem: str, trace: str = "") -> Rehearsed:
-        """What there is to tell when all is over."""
-        return Rehearsed(
-            ending=ending,
-            record=self.record,
-            problem=problem,
-            traceback=trace,
-            params=self.params,
-            num_steps=self.num_steps,
-            num_epochs=self.num_epochs,
-            sizes=frozenset(self.sizes),
-            refused=self.refused,
-            is_rough=self.is_rough,
-        )
 
 
 class Recorder:
@@ -102,7 +68,6 @@ class Recorder:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._words: dict[int, str] = {}  # of what was prepared, and its parameters
-        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def begin_epoch(self, objects: Sequence[Any], loop: int, epoch: int) -> None:
@@ -140,27 +105,16 @@ class Recorder:
                 for own, parameter in thing.named_parameters():
                     self._words.setdefault(id(parameter), f"{name}.{own}")
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._notes.num_steps += 1
         self._notes.step += 1
-        if not _has_closure(args, kwargs):
-            self._note_gradients(optimizer)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _has_closure(args, kwargs) and not isinstance(optimizer, LBFGS):
-            self._note_gradients(optimizer)
-
-    def _note_gradients(self, optimizer: Any) -> None:
-        if self._notes.step > _MOST_STEPS:
+        if self._notes.step > _MOST_STEPS or isinstance(optimizer, LBFGS):  # of its last try
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for place, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                default = f"{type(optimizer).__name__}, parameter {place}"
-                name = self._words.get(id(parameter), default)
-                self._note("gradient", name, parameter.grad, self._notes.step)
-                is_rough = parameter.grad.dtype in (torch.float16, torch.bfloat16)
-                self._notes.is_rough |= is_rough
+            default = f"{type(optimizer).__name__}, parameter {place}"
+            name = self._words.get(id(parameter), default)
+            self._note("gradient", name, parameter.grad, self._notes.step)
 
     def _note_variables(self, known: set[int], moment: int) -> None:
         for name, value in _variables():
@@ -242,11 +196,6 @@ def _variables() -> Iterator[tuple[str, Any]]:
     """Yield what the functions of the user's have that lead here, from the outermost inwards."""
     for frame in users_frames(f for f, _ in traceback.walk_stack(inspect.currentframe())):
         yield from variables_of(frame).items()
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step computes gradients by itself."""
-    return any(map(callable, (*args[1:], *kwargs.values())))
 
 
 @torch.no_grad()

@@ -114,29 +114,31 @@ class Ending(Enum):
     LATE = "late"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Rehearsed:
     """What a rank has noted.
 
     Attributes:
+        ending: How it ended.
         problem: Why it ended so, in a sentence.
         traceback: If it has raised.
-        params: What was suggested.
+        record: What there was.
+        params: What was suggested; of choices that are objects the position.
         num_steps: Of optimizers.
         num_epochs: Mini-epochs begun.
         sizes: Those of the batches that were read.
         refused: Why it could not be moved.
-        is_rough: Numbers of less precision than float32 are in it.
+        is_rough: Numbers of less precision than float32 were computed.
     """
 
-    ending: Ending
-    record: Record = field(default_factory=dict)
+    ending: Ending = Ending.RETURNED
     problem: str = ""
     traceback: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 0
     num_epochs: int = 0
-    sizes: frozenset[int] = frozenset()
+    sizes: set[int] = field(default_factory=set)
     refused: str = ""
     is_rough: bool = False
 

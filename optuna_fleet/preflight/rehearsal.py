@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
+from traceback import format_exc
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from optuna import TrialPruned
 from torch import nn
 
-from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
 from optuna_fleet.preflight.loops import is_last_loop
-from optuna_fleet.preflight.precision import InDouble, double_, on_autocast
+from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Notes, Recorder
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
@@ -80,14 +80,11 @@ class RehearsedTrial(FleetTrial):
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """See `FleetTrial`."""
-        check_number("num_epochs", num_epochs, least=1, whole=True)
         numbers = _few(num_epochs)
         return self._rehearsed(super().epochs(len(numbers)), numbers)
 
     def steps(self, num_steps: int, *, every: int) -> Iterator[int]:
         """See `FleetTrial`."""
-        check_number("num_steps", num_steps, least=1, whole=True)
-        check_number("every", every, least=1, whole=True)
         numbers, few = _few(-(-num_steps // every)), min(every, _PER_PERIOD)
         return self._rehearsed(super().steps(few * len(numbers), every=few), numbers)
 
@@ -146,18 +143,13 @@ class Leg:
         self._session = RehearsedSession(self._run, order, notes)
         self._data: Data | None = None
         self._training: Training | None = None
-        on_autocast(self._begins_autocast)
 
     # -- what the trial calls ---------------------------------------------------------------------
 
     def adapt(self, module: nn.Module) -> None:
         """A module is about to be prepared."""
         if self._order.is_double:
-            double_(module)
-
-    def _begins_autocast(self) -> bool:
-        self._notes.is_rough = True
-        return not self._order.is_double
+            module.double()
 
     def begin_epoch(self, trial: FleetTrial, loop: int, epoch: int) -> None:
         """A mini-epoch begins, or goes on."""
@@ -194,26 +186,28 @@ class Leg:
 
     def run(self) -> Rehearsed | Moved:
         """Run the objective; return how it ended, or what it goes on with elsewhere."""
-        ending, problem, trace = Ending.RETURNED, "", ""
+        notes = self._notes
         try:
             self._call()
         except Left:
-            ending = Ending.LEFT
+            notes.ending = Ending.LEFT
         except (Yielded, TrialPruned):
             pass
         except UnfitError as error:
-            ending, problem = Ending.UNFIT, str(error)
+            notes.ending, notes.problem = Ending.UNFIT, str(error)
         except BaseException as error:
             is_cut_off = self._run.world_size > 1 and is_for_want_of_peers(error)
-            ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
-            problem = f"{type(error).__name__}: {error}"
-            trace = "".join(traceback.format_exception(_of_users(error)))
-        if ending in (Ending.RETURNED, Ending.LEFT):
-            ending = Ending.PLAIN if self._is_plain else ending
-            self._end()
+            notes.ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
+            notes.problem, notes.traceback = f"{type(error).__name__}: {error}", format_exc()
+        if notes.is_whole and self._training is not None:  # all ranks are here
+            self._training.end(alone=False)
+            wait_until_left()
         if self._training is not None and self._training.leaving.held:
-            return self._notes, self._training.leaving.held.content
-        return self._notes.ended(ending, problem, trace)
+            return notes, self._training.leaving.held.content
+        if notes.is_whole and self._is_plain:
+            notes.ending = Ending.PLAIN
+        notes.is_rough = self._noise.is_rough
+        return notes
 
     def _call(self) -> None:
         order, run = self._order, self._run
@@ -245,20 +239,6 @@ class Leg:
             self._training = Training(self._session, self._data, "cpu", held)
         return self._training
 
-    def _end(self) -> None:
-        """All ranks come here."""
-        if self._training is not None:
-            self._training.end(alone=False)
-            wait_until_left()
-
-
-def _of_users(error: BaseException) -> BaseException:
-    """An exception whose traceback begins in the objective."""
-    trace = error.__traceback__
-    while trace and trace.tb_next and trace.tb_frame.f_globals is globals():
-        trace = trace.tb_next
-    return error.with_traceback(trace)
-
 
 @torch.no_grad()
 def _disturb(objects: Sequence[Any], epoch: int) -> None:
@@ -280,10 +260,10 @@ def rehearse(order: Order) -> Rehearsed:
     """
     notes, content = Notes(), None
     run = _run_in_a_child if order.moves else _run_leg
-    while not isinstance(found := run(order, notes, content), Rehearsed):
+    while isinstance(found := run(order, notes, content), tuple):
         notes, content = found
         notes.num_moves += 1
-    return found
+    return Rehearsed(**{each.name: getattr(found, each.name) for each in fields(Rehearsed)})
 
 
 def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
@@ -305,7 +285,9 @@ def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code:
-            return Notes().ended(Ending.DIED, f"its process ended by {cause_of_death(code)}")
+            return Rehearsed(
+                ending=Ending.DIED, problem=f"its process ended by {cause_of_death(code)}"
+            )
         file.seek(0)
         return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
 
