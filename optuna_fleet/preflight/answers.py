@@ -12,7 +12,7 @@ from optuna_fleet.preflight.recorder import Notes
 from optuna_fleet.preflight.records import Order
 from optuna_fleet.sampler_bridge.choices import Chosen, PackedChoice
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall
+from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall, Report, ShouldPrune
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 from optuna_fleet.wire.packing import is_primitive
 
@@ -81,16 +81,7 @@ class RehearsedSession(Session):
         if kind is EndEpoch:
             decision = EpochDecision.YIELD if self._order.moves else EpochDecision.GO
             return AfterEpoch(decision, stays=True)
-        return self._unknown("driver", kind.__name__)
-
-    def report(self, value: float, step: int) -> None:
-        """See `Session`."""
-        self.check()
-
-    def should_prune(self) -> bool:
-        """See `Session`."""
-        self.check()
-        return False
+        return False if kind in (ShouldPrune, Report) else self._unknown("driver", kind.__name__)
 
     def send(self, message: Any) -> None:
         """See `Session`."""

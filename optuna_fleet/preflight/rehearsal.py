@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from traceback import format_exc
@@ -40,216 +40,8 @@ _MOST_PASSES = 6  # of objectives that have no loop over epochs
 _PER_PERIOD = 3
 _NOISE = (0, 2, 5)  # before each mini-epoch: that losses may grow, and not only saturate
 
-
 Moved: TypeAlias = tuple[Notes, Captured]
 """What a leg that ends by a move hands on."""
-
-
-class Left(Yielded):
-    """Unwinds an objective whose beginning was seen."""
-
-
-class RehearsedTrial(FleetTrial):
-    """Cuts the loops over epochs short, and has all that matters noted."""
-
-    def __init__(
-        self,
-        session: RehearsedSession,
-        open_training: Callable[[], Training],
-        leg: Leg,
-    ) -> None:
-        super().__init__(session, open_training)
-        self._leg = leg
-        self._num_loops = 0
-
-    @property
-    def is_preflight(self) -> bool:
-        """See `FleetTrial`."""
-        return True
-
-    def prepare(self, *objects: Any, **bounds: Any) -> Any:
-        """See `FleetTrial`; it is on one device too, as the model need not train for long."""
-        for thing in objects:
-            if isinstance(thing, nn.Module):
-                self._leg.adapt(thing)
-        return super().prepare(*objects)
-
-    def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """See `FleetTrial`."""
-        raise UnfitError("trial.pipeline() trains in stages, which are not rehearsed")
-
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """See `FleetTrial`."""
-        numbers = _few(num_epochs)
-        return self._rehearsed(super().epochs(len(numbers)), numbers)
-
-    def steps(self, num_steps: int, *, every: int) -> Iterator[int]:
-        """See `FleetTrial`."""
-        numbers, few = _few(-(-num_steps // every)), min(every, _PER_PERIOD)
-        return self._rehearsed(super().steps(few * len(numbers), every=few), numbers)
-
-    def _rehearsed(self, epochs: Iterator[int], numbers: list[int]) -> Iterator[int]:
-        self._num_loops += 1
-        loop, leg = self._num_loops, self._leg
-        for epoch in epochs:
-            leg.begin_epoch(self, loop, epoch)
-            yield numbers[epoch]
-            leg.end_epoch(self)
-        if loop >= _MOST_LOOPS or is_last_loop():
-            self._session.unwind(Left)
-
-    def report(self, value: float, step: int) -> None:
-        """See `FleetTrial`; goes nowhere."""
-        super().report(value, step)
-        self._leg.recorder.reported(value, step)
-
-
-def _few(num: int) -> list[int]:
-    """The first of so many, one in the middle and the last."""
-    return sorted({0, num // 2, num - 1}) if num > 2 else list(range(num))
-
-
-class Leg:
-    """What one process does of a rehearsal: all of it, or up to the next move.
-
-    Args:
-        order: What to rehearse.
-        notes: What the legs before have noted; added to.
-        content: What the trial goes on with.
-    """
-
-    def __init__(self, order: Order, notes: Notes, content: Captured | None) -> None:
-        self.recorder = Recorder(notes)
-        self._order = order
-        self._notes = notes
-        self._content = content
-        self._noise = QuietNoise()
-        self._run = RunTrial(
-            run_id=notes.num_moves,
-            number=0,
-            trial_id=0,
-            rank=order.rank,
-            world_size=order.world_size,
-            seed=order.seed,
-            objective_id=0,
-            objective_at=order.objective_at,
-            measure=False,
-            group=order.group,
-            store=order.store,
-            gc_after_trial=False,
-            maximize=order.maximize,
-            held=notes.num_moves - 1 if content else None,
-        )
-        self._session = RehearsedSession(self._run, order, notes)
-        self._data: Data | None = None
-        self._training: Training | None = None
-
-    # -- what the trial calls ---------------------------------------------------------------------
-
-    def adapt(self, module: nn.Module) -> None:
-        """A module is about to be prepared."""
-        if self._order.is_double:
-            module.double()
-
-    def begin_epoch(self, trial: FleetTrial, loop: int, epoch: int) -> None:
-        """A mini-epoch begins, or goes on."""
-        if not trial.prepared:
-            self._session.unwind(Left)
-        self.recorder.begin_epoch(trial.prepared, loop, epoch)
-        _disturb(trial.prepared, epoch)
-        if self._order.moves and self._notes.moved_within != (loop, epoch):
-            self._notes.moved_within = (loop, epoch)
-            stop = StopAt(run_id=self._run.run_id, place=(loop, epoch, 1), stays=True)
-            self._session.stop_line.stop_at(stop)
-        self._noise.is_on = True
-
-    def end_epoch(self, trial: FleetTrial) -> None:
-        """A mini-epoch is over."""
-        self._noise.is_on = False
-        totals = trial.totals
-        totals.merge()
-        sums = {name: totals[name] for name in sorted(totals.own)}
-        self.recorder.end_epoch(trial.prepared, trial.state, sums)
-
-    def _begin_pass(self) -> None:
-        """A pass over batches begins."""
-        self._notes.num_passes += 1
-        has_no_loop = not self._notes.num_epochs and self._notes.num_passes > _MOST_PASSES
-        if self._is_plain or has_no_loop:
-            self._session.unwind(Left)
-
-    @property
-    def _is_plain(self) -> bool:
-        return self._training is None or not self._training.objects
-
-    # -- its run ----------------------------------------------------------------------------------
-
-    def run(self) -> Rehearsed | Moved:
-        """Run the objective; return how it ended, or what it goes on with elsewhere."""
-        notes = self._notes
-        try:
-            self._call()
-        except Left:
-            notes.ending = Ending.LEFT
-        except (Yielded, TrialPruned):
-            pass
-        except UnfitError as error:
-            notes.ending, notes.problem = Ending.UNFIT, str(error)
-        except BaseException as error:
-            is_cut_off = self._run.world_size > 1 and is_for_want_of_peers(error)
-            notes.ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
-            notes.problem, notes.traceback = f"{type(error).__name__}: {error}", format_exc()
-        if notes.is_whole and self._training is not None:  # all ranks are here
-            self._training.end(alone=False)
-            wait_until_left()
-        if self._training is not None and self._training.leaving.held:
-            return notes, self._training.leaving.held.content
-        if notes.is_whole and self._is_plain:
-            notes.ending = Ending.PLAIN
-        notes.is_rough = self._noise.is_rough
-        return notes
-
-    def _call(self) -> None:
-        order, run = self._order, self._run
-        sys.path[:] = order.path
-        os.chdir(order.folder)
-        if order.payload is not None:
-            self._data = Data(order, self._noise, self._notes.sizes, self._begin_pass)
-        loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
-        objective = loaded.of(run)
-        loaded.adopt_numbers()
-        loaded.adopt_torch()
-        seed_run(run.seed, run.number)
-        if run.world_size == 1:  # several join when the training begins
-            join_group_of(run, "cpu")
-        seed_torch(run.seed, run.number)
-        if run.world_size > 1:
-            self._open_training()
-        if order.is_double:
-            torch.set_default_dtype(torch.float64)
-        try:
-            with self._noise, InDouble() if order.is_double else nullcontext():
-                objective(RehearsedTrial(self._session, self._open_training, self))
-        finally:
-            self._session.check()
-
-    def _open_training(self) -> Training:
-        if self._training is None:
-            held = Held(self._content, Saver(self._session)) if self._content else None
-            self._training = Training(self._session, self._data, "cpu", held)
-        return self._training
-
-
-@torch.no_grad()
-def _disturb(objects: Sequence[Any], epoch: int) -> None:
-    """The models are worse than before, in all runs alike: what keeps the best shows that."""
-    generator = torch.Generator().manual_seed(epoch)
-    modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
-    for parameter in modules.parameters() if _NOISE[epoch] else ():
-        if parameter.requires_grad and parameter.is_floating_point():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
-            parameter.add_((size * noise).to(parameter))
 
 
 def rehearse(order: Order) -> Rehearsed:
@@ -264,10 +56,6 @@ def rehearse(order: Order) -> Rehearsed:
         notes, content = found
         notes.num_moves += 1
     return Rehearsed(**{each.name: getattr(found, each.name) for each in fields(Rehearsed)})
-
-
-def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
-    return Leg(order, notes, content).run()
 
 
 def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
@@ -285,11 +73,187 @@ def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code:
-            return Rehearsed(
-                ending=Ending.DIED, problem=f"its process ended by {cause_of_death(code)}"
-            )
+            problem = f"its process ended by {cause_of_death(code)}"
+            return Rehearsed(ending=Ending.DIED, problem=problem)
         file.seek(0)
         return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
+
+
+def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
+    """Rehearse up to the next move, or the end.
+
+    Args:
+        order: What to rehearse.
+        notes: What the legs before have noted; added to.
+        content: What the trial goes on with.
+    """
+    trial = RehearsedTrial(order, notes, content)
+    try:
+        trial.begin()
+    except Left:
+        notes.ending = Ending.LEFT
+    except (Yielded, TrialPruned):
+        pass
+    except UnfitError as error:
+        notes.ending, notes.problem = Ending.UNFIT, str(error)
+    except BaseException as error:
+        is_cut_off = order.world_size > 1 and is_for_want_of_peers(error)
+        notes.ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
+        notes.problem, notes.traceback = f"{type(error).__name__}: {error}", format_exc()
+    held = trial.end(alone=not notes.is_whole)
+    return (notes, held.content) if held else notes
+
+
+class RehearsedTrial(FleetTrial):
+    """Cuts the loops over epochs short, and has all that matters noted."""
+
+    def __init__(self, order: Order, notes: Notes, content: Captured | None) -> None:
+        run = RunTrial(
+            run_id=notes.num_moves,
+            number=0,
+            trial_id=0,
+            rank=order.rank,
+            world_size=order.world_size,
+            seed=order.seed,
+            objective_id=0,
+            objective_at=order.objective_at,
+            measure=False,
+            group=order.group,
+            store=order.store,
+            gc_after_trial=False,
+            maximize=order.maximize,
+            held=notes.num_moves - 1 if content else None,
+        )
+        session = RehearsedSession(run, order, notes)
+        held = Held(content, Saver(session)) if content else None
+        super().__init__(session, lambda: Training(session, self._data, "cpu", held))
+        self._order = order
+        self._notes = notes
+        self._noise = QuietNoise()
+        self._recorder = Recorder(notes)
+        self._data: Data | None = None
+        self._num_loops = 0
+
+    def begin(self) -> None:
+        """Run the objective."""
+        order, run = self._order, self._session.run
+        sys.path[:] = order.path
+        os.chdir(order.folder)
+        if order.payload is not None:
+            self._data = Data(order, self._noise, self._notes.sizes, self._begin_pass)
+        loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
+        objective = loaded.of(run)
+        loaded.adopt_numbers()
+        loaded.adopt_torch()
+        seed_run(run.seed, run.number)
+        if run.world_size == 1:  # several join when the training begins
+            join_group_of(run, "cpu")
+        seed_torch(run.seed, run.number)
+        if run.world_size > 1:
+            assert self._training
+        if order.is_double:
+            torch.set_default_dtype(torch.float64)
+        try:
+            with self._noise, InDouble() if order.is_double else nullcontext():
+                objective(self)
+        finally:
+            self._session.check()
+
+    def end(self, *, alone: bool) -> Held | None:
+        """Leave the other ranks; return what the trial goes on with elsewhere."""
+        self._notes.is_rough = self._noise.is_rough
+        if self._opened is not None and not alone:
+            self._opened.end(alone=False)
+            wait_until_left()
+        if not alone and (self._opened is None or not self._opened.objects):
+            self._notes.ending = Ending.PLAIN
+        return None if self._opened is None else self._opened.leaving.held
+
+    def _begin_pass(self) -> None:
+        """A pass over batches begins."""
+        self._notes.num_passes += 1
+        has_no_loop = not self._notes.num_epochs and self._notes.num_passes > _MOST_PASSES
+        if has_no_loop or not self.prepared:
+            self._session.unwind(Left)
+
+    # -- what the objective asks for --------------------------------------------------------------
+
+    @property
+    def is_preflight(self) -> bool:
+        """See `FleetTrial`."""
+        return True
+
+    def prepare(self, *objects: Any, **bounds: Any) -> Any:
+        """See `FleetTrial`; it is on one device too, as the model need not train for long."""
+        for thing in objects:
+            if isinstance(thing, nn.Module) and self._order.is_double:
+                thing.double()
+        return super().prepare(*objects)
+
+    def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """See `FleetTrial`."""
+        raise UnfitError("trial.pipeline() trains in stages, which are not rehearsed")
+
+    def report(self, value: float, step: int) -> None:
+        """See `FleetTrial`; goes nowhere."""
+        super().report(value, step)
+        self._recorder.reported(value, step)
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """See `FleetTrial`."""
+        numbers = _few(num_epochs)
+        return self._rehearsed(super().epochs(len(numbers)), numbers)
+
+    def steps(self, num_steps: int, *, every: int) -> Iterator[int]:
+        """See `FleetTrial`."""
+        numbers, few = _few(-(-num_steps // every)), min(every, _PER_PERIOD)
+        return self._rehearsed(super().steps(few * len(numbers), every=few), numbers)
+
+    def _rehearsed(self, epochs: Iterator[int], numbers: list[int]) -> Iterator[int]:
+        self._num_loops += 1
+        loop = self._num_loops
+        for epoch in epochs:
+            if not self.prepared:
+                self._session.unwind(Left)
+            self._begin_epoch(loop, epoch)
+            self._noise.is_on = True
+            yield numbers[epoch]
+            self._noise.is_on = False
+            self.totals.merge()
+            totals = {name: self.totals[name] for name in sorted(self.totals.own)}
+            self._recorder.end_epoch(self.prepared, self.state, totals)
+        if loop >= _MOST_LOOPS or is_last_loop():
+            self._session.unwind(Left)
+
+    def _begin_epoch(self, loop: int, epoch: int) -> None:
+        """A mini-epoch begins, or goes on."""
+        self._recorder.begin_epoch(self.prepared, loop, epoch)
+        _disturb(self.prepared, epoch)
+        if self._order.moves and self._notes.moved_within != (loop, epoch):
+            self._notes.moved_within = (loop, epoch)
+            stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
+            self._session.stop_line.stop_at(stop)
+
+
+class Left(Yielded):
+    """Unwinds an objective whose beginning was seen."""
+
+
+def _few(num: int) -> list[int]:
+    """The first of so many, one in the middle and the last."""
+    return sorted({0, num // 2, num - 1}) if num > 2 else list(range(num))
+
+
+@torch.no_grad()
+def _disturb(objects: Sequence[Any], epoch: int) -> None:
+    """The models are worse than before, in all runs alike: what keeps the best shows that."""
+    generator = torch.Generator().manual_seed(epoch)
+    modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
+    for parameter in modules.parameters() if _NOISE[epoch] else ():
+        if parameter.requires_grad and parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
+            parameter.add_((size * noise).to(parameter))
 
 
 class _Missing:

@@ -31,6 +31,7 @@ from tests.preflight.table import (
     UNCHECKED,
     Table,
     bigrams,
+    mean_of_classes,
     network,
     prepared,
     scorer,
@@ -183,10 +184,6 @@ def weighs_and_accumulates(trial: Any) -> None:
 
 
 # -- optimizers, with and without BatchNorm -------------------------------------------------------
-
-
-def mean_of_classes(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
 
 
 def _is_for_all(kind: type) -> bool:

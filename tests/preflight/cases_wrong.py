@@ -34,6 +34,7 @@ from tests.preflight.table import (
     Case,
     Table,
     bigrams,
+    mean_of_classes,
     network,
     prepared,
     scorer,
@@ -294,14 +295,10 @@ class SpreadOfTheBatch(nn.Module):
         return x * x.std(0, unbiased=False).mean()
 
 
-def _cross_entropy(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
 for _layer in (NormByHand, SpreadOfTheBatch):
     WRONG.add(
         f"layer: {_layer.__name__}",
-        trains(_cross_entropy, lambda layer=_layer: network(layer()), drop_last=True),
+        trains(mean_of_classes, lambda layer=_layer: network(layer()), drop_last=True),
         *(ONE, "gradient"),
     )
 
@@ -524,7 +521,7 @@ for _kind, _shape, _words in (
 ):
     WRONG.add(
         f"buffer: {_kind.__name__}",
-        trains(_cross_entropy, functools.partial(_kind, *_shape)),
+        trains(mean_of_classes, functools.partial(_kind, *_shape)),
         *(ONE, _words),
     )
 
@@ -938,7 +935,7 @@ for _name, (_start, _use) in ATTRIBUTES.items():
     def _make(start: Any = _start, use: Any = _use) -> nn.Module:
         return Remembers(start(), use)
 
-    WRONG.add(f"attribute: {_name}", trains(_cross_entropy, _make), STAYS, "past")
+    WRONG.add(f"attribute: {_name}", trains(mean_of_classes, _make), STAYS, "past")
 
 
 @WRONG.case(STAYS, "centre")
