@@ -16,6 +16,7 @@ from optuna import TrialPruned
 from torch import nn
 
 from optuna_fleet.exceptions import is_for_want_of_peers
+from optuna_fleet.pipeline.reader.plan import ReadPlan
 from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
 from optuna_fleet.preflight.loops import is_last_loop
 from optuna_fleet.preflight.precision import InDouble
@@ -47,15 +48,63 @@ Moved: TypeAlias = tuple[Notes, Captured]
 def rehearse(order: Order) -> Rehearsed:
     """Rehearse as ordered, in this process, which is good for nothing else afterwards.
 
-    Where it is moved each leg has a process of its own, as trials have: nothing that the
-    objective's modules and classes keep goes along.
+    Where it is moved each leg has a process of its own, as trials have, which only knows what is
+    imported: nothing that the objective's modules and classes keep goes along.
     """
     notes, content = Notes(), None
+    try:
+        scene = Scene(order)
+    except Exception as error:
+        return Rehearsed(ending=Ending.UNFIT, problem=f"{error}", traceback=format_exc())
     run = _run_in_a_child if order.moves else _run_leg
-    while isinstance(found := run(order, notes, content), tuple):
+    while isinstance(found := run(scene, notes, content), tuple):
         notes, content = found
         notes.num_moves += 1
     return Rehearsed(**{each.name: getattr(found, each.name) for each in fields(Rehearsed)})
+
+
+class Scene:
+    """What is the same for all legs: loaded, and not used.
+
+    Args:
+        order: What to rehearse.
+    """
+
+    def __init__(self, order: Order) -> None:
+        sys.path[:] = order.path
+        os.chdir(order.folder)
+        torch.set_num_threads(1)  # others would not be there in forks
+        self.order = order
+        self.noise = QuietNoise()
+        self.data = Data(order.spec, order, self.noise) if order.spec else None
+        self._loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
+        self._loaded.of(self.run(0, None))
+
+    def run(self, number: int, held: int | None) -> RunTrial:
+        """What a driver would say to begin a leg with."""
+        order = self.order
+        return RunTrial(
+            run_id=number,
+            number=0,
+            trial_id=0,
+            rank=order.rank,
+            world_size=order.world_size,
+            seed=order.seed,
+            objective_id=0,
+            objective_at=order.objective_at,
+            measure=False,
+            group=order.group,
+            store=order.store,
+            gc_after_trial=False,
+            maximize=order.maximize,
+            held=held,
+        )
+
+    def objective(self, run: RunTrial) -> Any:
+        """It, with the settings of its script."""
+        self._loaded.adopt_numbers()
+        self._loaded.adopt_torch()
+        return self._loaded.of(run)
 
 
 def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
@@ -79,15 +128,15 @@ def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
         return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
 
 
-def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
+def _run_leg(scene: Scene, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
     """Rehearse up to the next move, or the end.
 
     Args:
-        order: What to rehearse.
+        scene: What to rehearse.
         notes: What the legs before have noted; added to.
         content: What the trial goes on with.
     """
-    trial = RehearsedTrial(order, notes, content)
+    trial = RehearsedTrial(scene, notes, content)
     try:
         trial.begin()
     except Left:
@@ -97,7 +146,7 @@ def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed 
     except UnfitError as error:
         notes.ending, notes.problem = Ending.UNFIT, str(error)
     except BaseException as error:
-        is_cut_off = order.world_size > 1 and is_for_want_of_peers(error)
+        is_cut_off = scene.order.world_size > 1 and is_for_want_of_peers(error)
         notes.ending = Ending.CUT_OFF if is_cut_off else Ending.RAISED
         notes.problem, notes.traceback = f"{type(error).__name__}: {error}", format_exc()
     held = trial.end(alone=not notes.is_whole)
@@ -107,44 +156,24 @@ def _run_leg(order: Order, notes: Notes, content: Captured | None) -> Rehearsed 
 class RehearsedTrial(FleetTrial):
     """Cuts the loops over epochs short, and has all that matters noted."""
 
-    def __init__(self, order: Order, notes: Notes, content: Captured | None) -> None:
-        run = RunTrial(
-            run_id=notes.num_moves,
-            number=0,
-            trial_id=0,
-            rank=order.rank,
-            world_size=order.world_size,
-            seed=order.seed,
-            objective_id=0,
-            objective_at=order.objective_at,
-            measure=False,
-            group=order.group,
-            store=order.store,
-            gc_after_trial=False,
-            maximize=order.maximize,
-            held=notes.num_moves - 1 if content else None,
-        )
-        session = RehearsedSession(run, order, notes)
+    def __init__(self, scene: Scene, notes: Notes, content: Captured | None) -> None:
+        run = scene.run(notes.num_moves, notes.num_moves - 1 if content else None)
+        session = RehearsedSession(run, scene.order, notes)
         held = Held(content, Saver(session)) if content else None
-        super().__init__(session, lambda: Training(session, self._data, "cpu", held))
-        self._order = order
+        super().__init__(session, lambda: Training(session, scene.data, "cpu", held))
+        if scene.data is not None:
+            scene.data.begin_pass = self._begin_pass
+        self._scene = scene
+        self._order = scene.order
+        self._noise = scene.noise
         self._notes = notes
-        self._noise = QuietNoise()
         self._recorder = Recorder(notes)
-        self._data: Data | None = None
         self._num_loops = 0
 
     def begin(self) -> None:
         """Run the objective."""
         order, run = self._order, self._session.run
-        sys.path[:] = order.path
-        os.chdir(order.folder)
-        if order.payload is not None:
-            self._data = Data(order, self._noise, self._notes.sizes, self._begin_pass)
-        loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
-        objective = loaded.of(run)
-        loaded.adopt_numbers()
-        loaded.adopt_torch()
+        objective = self._scene.objective(run)
         seed_run(run.seed, run.number)
         if run.world_size == 1:  # several join when the training begins
             join_group_of(run, "cpu")
@@ -169,8 +198,9 @@ class RehearsedTrial(FleetTrial):
             self._notes.ending = Ending.PLAIN
         return None if self._opened is None else self._opened.leaving.held
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, plan: ReadPlan) -> None:
         """A pass over batches begins."""
+        self._notes.sizes.update(map(plan.size, range(plan.num_steps)))
         self._notes.num_passes += 1
         has_no_loop = not self._notes.num_epochs and self._notes.num_passes > _MOST_PASSES
         if has_no_loop or not self.prepared:

@@ -10,6 +10,7 @@ from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
+from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.preflight.precision import in_double
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.records import Order
@@ -20,26 +21,23 @@ class Data(InlineClient):
     """A few batches of each pass, always of the same samples, the last batch of an odd size.
 
     Args:
-        order: Says which data sets, and how much of them.
+        spec: Of the data sets.
+        order: Says how much of them.
         noise: Is paused while samples are made.
-        sizes: Gets those of the batches that are read.
+
+    Attributes:
         begin_pass: Called as each pass begins.
     """
 
-    def __init__(
-        self, order: Order, noise: QuietNoise, sizes: set[int], begin_pass: Callable[[], None]
-    ) -> None:
-        assert order.spec is not None
+    def __init__(self, spec: PipelineSpec, order: Order, noise: QuietNoise) -> None:
         assert order.payload is not None
         source = order.payload.load()
         source = replace(source, generators=payload.generators_in(source))
-        datasets = order.spec.datasets
-        collates = {each.name: unpack(each.collate) for each in datasets if each.collate}
-        super().__init__(order.spec, source, collates)
+        collates = {each.name: unpack(each.collate) for each in spec.datasets if each.collate}
+        super().__init__(spec, source, collates)
+        self.begin_pass: Callable[[ReadPlan], object] = lambda plan: None
         self._order = order
         self._noise = noise
-        self._sizes = sizes
-        self._begin_pass = begin_pass
         self._made_samples: dict[tuple[str, int], Any] = {}
 
     def read(self, name: str, **arguments: Any) -> Batches[Batch]:
@@ -49,9 +47,8 @@ class Data(InlineClient):
         return Batches(replace(plan, num_samples=_subset(plan, full)), self._made_of)
 
     def _made_of(self, plan: ReadPlan) -> Iterator[Batch]:
-        self._begin_pass()
+        self.begin_pass(plan)
         for batch in super()._made(plan):
-            self._sizes.add(batch.global_size)
             yield replace(batch, data=in_double(batch.data)) if self._order.is_double else batch
 
     def _batch(self, plan: ReadPlan, step: int) -> Batch:
