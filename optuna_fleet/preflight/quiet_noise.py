@@ -7,8 +7,7 @@ call. Dropout, in layers too, is a mask that is 1. A generator of the user's own
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -29,7 +28,7 @@ def _middle(drawn: Tensor, *args: Any) -> Any:
 
 
 def _most_likely(drawn: Tensor, weights: Any, num: int, *_: Any) -> Any:
-    order = weights.argsort(-1, descending=True, stable=True)
+    order = weights.argsort(dim=-1, descending=True, stable=True)
     return order.repeat(*[1] * (order.dim() - 1), -(-num // order.shape[-1]))[..., :num]
 
 
@@ -97,12 +96,3 @@ class QuietNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return np.full_like(made, made.flat[0]) if is_array else made
 
         return drawn
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the block all is drawn as it is."""
-        was, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = was

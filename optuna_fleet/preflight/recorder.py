@@ -195,6 +195,8 @@ def _is_looked_into(value: Any) -> bool:
 def _variables() -> Iterator[tuple[str, Any]]:
     """Yield what the functions of the user's have that lead here, from the outermost inwards."""
     for frame in users_frames(f for f, _ in traceback.walk_stack(inspect.currentframe())):
+        names, known = frame.f_code.co_names, frame.f_globals
+        yield from ((name, known[name]) for name in names if name in known)
         yield from variables_of(frame).items()
 
 

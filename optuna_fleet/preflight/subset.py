@@ -23,7 +23,7 @@ class Data(InlineClient):
     Args:
         spec: Of the data sets.
         order: Says how much of them.
-        noise: Is paused while samples are made.
+        noise: Is off while samples are made.
 
     Attributes:
         begin_pass: Called as each pass begins.
@@ -52,8 +52,11 @@ class Data(InlineClient):
             yield replace(batch, data=in_double(batch.data)) if self._order.is_double else batch
 
     def _batch(self, plan: ReadPlan, step: int) -> Batch:
-        with self._noise.paused():
+        was, self._noise.is_on = self._noise.is_on, False
+        try:
             return super()._batch(plan, step)
+        finally:
+            self._noise.is_on = was
 
     def _sample(self, plan: ReadPlan, position: int) -> Any:
         # In each mini-epoch in another place, or a rank would always have the same.

@@ -1113,7 +1113,7 @@ def counts_in_a_trainer(trial: Any) -> None:
 _CALLS = [0]
 
 
-@WRONG.case(STAYS, "learning rate")
+@WRONG.case(STAYS, "_CALLS")
 def counts_in_a_global(trial: Any) -> None:
     """A process that has had the trial before would go on counting: it must not be the same."""
     model, optimizer = prepared(trial, scorer())
@@ -1122,6 +1122,34 @@ def counts_in_a_global(trial: Any) -> None:
             _CALLS[0] += 1
             optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
             step(optimizer, F.cross_entropy(model(x), y))
+
+
+class Calls:
+    number = 0
+
+
+@WRONG.case(STAYS, "learning rate")
+def counts_in_a_class(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            Calls.number += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / Calls.number
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+_best = math.inf
+
+
+@WRONG.case(STAYS, "_best")
+def best_in_a_global(trial: Any) -> float:
+    global _best
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        _best = min(_best, validation_loss(trial, model))
+    return _best
 
 
 @WRONG.case(STAYS)
