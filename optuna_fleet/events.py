@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 
 
@@ -55,6 +56,8 @@ class Model:
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
         movable: It can leave them within an epoch too.
         spans_types: It can have devices of several types at once.
+        traits: The choices that were made for it, and the types of what it trains, by which
+            pre-flight checks know its kind. Empty for one that is not checked.
     """
 
     structure: str
@@ -67,6 +70,7 @@ class Model:
     rescale_down_s: float | None = None
     movable: bool = True
     spans_types: bool = False
+    traits: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,7 @@ class MoveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMeasured:
-    """A trial trains again on other devices, after `seconds` on devices without training."""
+    """A trial trains again, after `seconds` on devices without training."""
 
     run_id: int
     seconds: float
@@ -180,7 +184,7 @@ class DeviceLost:
     """The trainer of a device died; what ran there is lost, and a successor is expected.
 
     `by_order` when the driver killed it because another rank of its run had failed, `with_node`
-    when its whole node was taken away: that does not count against the trial.
+    when its whole node was taken: that does not count against the trial.
     """
 
     device: int
@@ -228,6 +232,18 @@ class DeviceJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckEnded:
+    """A pre-flight check has come to this; to nothing if its node was lost."""
+
+    finding: Finding | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckAffordable:
+    """The devices have worked long enough for another check to be no more than its share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDecided:
     """The allocator answered."""
 
@@ -256,6 +272,8 @@ Event: TypeAlias = (
     | DeviceLeaving
     | GrowthExpected
     | DeviceJoined
+    | CheckEnded
+    | CheckAffordable
     | PlanDecided
 )
 
@@ -279,6 +297,15 @@ class Launch:
     measure: bool
     round: int
     checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginCheck:
+    """Check a trial's kind on this device; answer with `CheckEnded`, later `CheckAffordable`."""
+
+    number: int
+    device: int
+    traits: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +388,7 @@ class StartRound:
 Instruction: TypeAlias = (
     Propose
     | Launch
+    | BeginCheck
     | Allocate
     | AnswerEpoch
     | Interrupt

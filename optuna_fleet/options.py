@@ -111,3 +111,25 @@ class Limits:
             return _LONGEST_HEARTBEAT_S
         wanted_s = max(self.hang_s / NUM_HEARTBEATS, _SHORTEST_HEARTBEAT_S)
         return min(wanted_s, _LONGEST_HEARTBEAT_S)
+
+
+@suggests_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """Checks of whether trials give the same on several devices, and when they are moved.
+
+    Args:
+        share: The part of the devices' time that checks may take; past it what is unchecked stays
+            on one device. The first check is always made.
+        limit_s: Seconds that the objective may take on one device, cut short as it is then.
+
+    Raises:
+        FleetConfigError: An argument is out of range.
+    """
+
+    share: float = 0.02
+    limit_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_number("share", self.share, above=0, most=1)
+        check_number("limit_s", self.limit_s, above=0)

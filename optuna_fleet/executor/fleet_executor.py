@@ -30,7 +30,7 @@ from optuna_fleet.executor.cluster.protocol import Cluster, Options
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.convergence import Convergence
-from optuna_fleet.options import Checkpoints, Limits
+from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.preflight.verdict import Verdict
@@ -70,6 +70,8 @@ class FleetExecutor:
             stopped, and the best trials leave their weights (`load_best_model`):
             docs/checkpoints.md.
         limits: What trials may take; a `Limits`.
+        preflight: Whether trials are checked to give the same before they get several devices or
+            are moved: docs/results.md. A `Preflight`; or False, if you know that they do.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
@@ -92,6 +94,7 @@ class FleetExecutor:
         cluster: str | Cluster = "local",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
+        preflight: bool | Preflight = True,
         convergence: Convergence | None = None,
         max_trials: int | None = None,
         predictor: Callable[[optuna.trial.FrozenTrial], float | None] | None = None,
@@ -103,6 +106,8 @@ class FleetExecutor:
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
         _check_objects(limits, convergence, predictor)
+        wanted = "be True, False, or a Preflight, as Preflight(share=0.05)"
+        check_that("preflight", preflight, is_a(bool, Preflight), wanted)
         if isinstance(devices, (str, list, tuple)):
             raise FleetConfigError(
                 f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
@@ -129,6 +134,7 @@ class FleetExecutor:
             checkpoints=checkpoints,
             checkpoint_dir=None if root is None else folder("checkpoints", root),
             limits=limits,
+            preflight=(Preflight() if preflight is True else preflight or None),
             convergence=convergence,
             predictor=predictor,
             seed=seed,
@@ -225,7 +231,7 @@ class FleetExecutor:
             FleetConfigError: The objective, or the data, can't be sent to other processes.
             LaunchError: Processes can't be started.
         """
-        from optuna_fleet.preflight.check import Checker
+        from optuna_fleet.preflight.standalone import Checker
 
         _check_not_importing_main()
         if not callable(func):

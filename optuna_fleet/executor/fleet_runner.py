@@ -18,10 +18,13 @@ from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.engine import Engine, Network
 from optuna_fleet.executor.cluster.protocol import Options
+from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.preflight.findings import Findings, digest
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import settings_here
 from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
@@ -47,6 +50,7 @@ class FleetRunner:
         self._engine = engine
         self._network = network
         self._runtime: Runtime | None = None
+        self._findings: Findings | None = None
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`."""
@@ -65,8 +69,9 @@ class FleetRunner:
         folder = runtime.folder_of(loop.study.study_name)
         num_kept = 0 if options.checkpoint_dir is None else checkpoints.keep
         retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
-        parts = Parts(runtime, loop.ledger, loop.proposals, job, retention)
-        driver = Driver(parts, self._new_controller(runtime))
+        findings = self._findings_of(func, retention)
+        parts = Parts(runtime, loop.ledger, loop.proposals, job, retention, findings)
+        driver = Driver(parts, self._new_controller(runtime, findings))
         try:
             with driver.interrupts:
                 driver.run()
@@ -84,8 +89,24 @@ class FleetRunner:
         if parts.outcomes.failure is not None:
             raise parts.outcomes.failure
 
-    def _new_controller(self, runtime: Runtime) -> Controller:
-        return Controller(self._options.policy, profiles=runtime.profiles, run_ids=runtime.run_ids)
+    def _new_controller(self, runtime: Runtime, findings: Findings) -> Controller:
+        return Controller(
+            self._options.policy,
+            profiles=runtime.profiles,
+            run_ids=runtime.run_ids,
+            clearance=Clearance(findings.all),
+        )
+
+    def _findings_of(self, func: Callable[[Any], Any], retention: CheckpointRetention) -> Findings:
+        """What was found of the objective by checks: in this process, or by other ones."""
+        options = self._options
+        of = digest(digest_of(func), options.pipeline.spec() if options.pipeline else None)
+        if self._findings is None or self._findings.of != of or not of:
+            is_kept = options.checkpoint_dir is not None
+            self._findings = Findings(
+                of, retention.folder.path / "checks.json" if is_kept else None
+            )
+        return self._findings
 
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is None or not self._runtime.is_ours:

@@ -6,7 +6,7 @@ import dis
 import inspect
 import traceback
 
-from optuna_fleet.trainer.frames import users_frames
+from optuna_fleet.preflight.frames import users_frames
 
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from optuna_fleet.preflight.frames import users_frames, variables_of
 from optuna_fleet.preflight.records import (
     BEGIN,
     END,
@@ -27,7 +28,6 @@ from optuna_fleet.preflight.records import (
     Sketch,
     Value,
 )
-from optuna_fleet.trainer.frames import users_frames, variables_of
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
 _MOST_NUMBERS = 1024

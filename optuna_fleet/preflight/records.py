@@ -66,35 +66,31 @@ class Order:
 
     Attributes:
         objective_at: Where it is.
-        path: Where modules are found.
-        folder: The working folder.
-        spec: Of the data sets; None if there are none.
-        payload: These.
         params: What is suggested; None for what is drawn.
-        is_double: All in float64.
-        moves: It is moved at each mini-epoch's end, and in the midst of movable passes.
-        num_batches: So many, and a part of one, in each pass over training data.
         study: Name, direction and so on, which the objective may ask for.
         maximize: As of `RunTrial`.
         seed: Likewise.
+        spec: Of the data sets; None if there are none.
+        payload: These.
         num_threads: To compute with.
+        is_double: All in float64.
+        moves: It is moved at each mini-epoch's end, and in the midst of movable passes.
+        num_batches: So many, and a part of one, in each pass over training data.
         store: Where several ranks find each other.
         group: Name of their group there.
     """
 
     objective_at: str
-    path: tuple[str, ...]
-    folder: str
-    spec: PipelineSpec | None
-    payload: Payload | None
     params: Mapping[str, Any] | None
-    is_double: bool
-    moves: bool
-    num_batches: int
     study: Mapping[str, Any]
     maximize: bool | None
     seed: int
-    num_threads: int
+    spec: PipelineSpec | None = None
+    payload: Payload | None = None
+    num_threads: int = 1
+    is_double: bool = True
+    moves: bool = False
+    num_batches: int = 2
     rank: int = 0
     world_size: int = 1
     store: StoreReady | None = None

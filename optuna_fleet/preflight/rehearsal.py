@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -71,8 +70,6 @@ class Scene:
     """
 
     def __init__(self, order: Order) -> None:
-        sys.path[:] = order.path
-        os.chdir(order.folder)
         torch.set_num_threads(1)  # others would not be there in forks
         self.order = order
         self.noise = QuietNoise()

@@ -37,6 +37,22 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a check has found of a kind of trials, which has these traits; see `Model.traits`.
+
+    Attributes:
+        widens: They give the same on several devices.
+        moves: They give the same wherever they go on.
+        text: That in words.
+    """
+
+    traits: frozenset[str]
+    widens: bool
+    moves: bool
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What trials like the checked one may do; `print` it, or show it in a notebook.
 
@@ -61,6 +77,11 @@ class Verdict:
     def may_move(self) -> bool:
         """Whether it gives the same wherever it goes on."""
         return isinstance(self, Free) or (isinstance(self, OneDevice) and self.moves is None)
+
+    def finding(self, traits: frozenset[str]) -> Finding:
+        """What it says of trials that have these traits."""
+        text, _ = told(self)
+        return Finding(traits=traits, widens=self.may_widen, moves=self.may_move, text=text)
 
     def __str__(self) -> str:
         params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())

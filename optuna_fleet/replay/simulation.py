@@ -23,6 +23,9 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    BeginCheck,
+    CheckAffordable,
+    CheckEnded,
     CheckpointSaved,
     DataRequested,
     DeviceGone,
@@ -50,6 +53,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.replay.progress import Progress, SimulatedRun, Totals, charge_loss, charge_start
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.resources import Fleet
@@ -195,7 +199,7 @@ class Simulation:
         self._next_trial += 1
         self._progress[number] = Progress(trial=trial)
         to_come = len(self._trials) - self._next_trial
-        model = None if self._probes else _model_of(trial)
+        model = None if self._probes else self._model_of(trial)
         return (TrialProposed(number=number, model=model, num_to_come=to_come),)
 
     # -- what to do -------------------------------------------------------------------------------
@@ -212,6 +216,8 @@ class Simulation:
                 self._events += self._proposal()
             case Launch():
                 self._launch(instruction)
+            case BeginCheck():
+                self._check(instruction)
             case Allocate():
                 decided = PlanDecided(plan=self._plan_for(instruction.problem))
                 if self._rules.decision_s:
@@ -236,6 +242,17 @@ class Simulation:
                 raise AssertionError("simulated trials need no probe")
             case _:
                 assert_never(instruction)
+
+    def _check(self, order: BeginCheck) -> None:
+        """It passes, and the next one is affordable when it is no more than its share."""
+        finding = Finding(traits=order.traits, widens=True, moves=True)
+        ended_s = self._now + self._rules.check_s
+        paid_s = self._rules.check_s / self._rules.check_share / max(1, len(self._present))
+        self._totals.checking_s += self._rules.check_s
+        self._set_timer(ended_s, lambda: self._events.append(CheckEnded(finding=finding)))
+        self._set_timer(
+            max(ended_s, self._now + paid_s), lambda: self._events.append(CheckAffordable())
+        )
 
     def _plan_for(self, problem: AllocationProblem) -> Plan:
         plan = timed(self._allocator, problem)
@@ -269,10 +286,15 @@ class Simulation:
         self._go_on(flight)
         self._couple(flight.flotilla)
         if launch.probe:
-            reached = DataRequested(run_id=launch.run_id, model=_model_of(progress.trial))
+            reached = DataRequested(run_id=launch.run_id, model=self._model_of(progress.trial))
             too_few = len(launch.devices) < progress.trial.min_devices
             ended = self._ranks_ended(flight, Ending.YIELDED) if too_few else ()
             self._events += [reached, *ended]
+
+    def _model_of(self, trial: SimulatedTrial) -> Model:
+        model = _model_of(trial)
+        is_checked = self._rules.check_s > 0 and trial.min_devices == 1
+        return replace(model, traits=frozenset({trial.name})) if is_checked else model
 
     def _answer_epoch(self, flight: SimulatedRun, decision: EpochDecision) -> None:
         if decision is EpochDecision.YIELD:

@@ -89,6 +89,9 @@ class Rules:
             samples until it is measured.
         decision_s: Seconds from when a plan is asked for until it is there; trials at the end of
             an epoch wait for it.
+        check_s: Seconds that the pre-flight check of a kind of trials takes on a device; trials
+            of one name are of one kind. 0 for no checks.
+        check_share: The part of the devices' time that checks may take.
     """
 
     coupled: bool = False
@@ -96,6 +99,8 @@ class Rules:
     seen_at: Literal["completions", "nodes-only"] = "completions"
     profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
     decision_s: float = 0.0
+    check_s: float = 0.0
+    check_share: float = 0.02
 
 
 def believed_profiles(

@@ -138,6 +138,16 @@ class Ledger:
         params = self.frozen(number).params
         return {name: value for name, value in params.items() if is_primitive(value)}
 
+    def chosen(self, number: int) -> dict[str, Any]:
+        """All parameters that the trial has so far; of choices that are objects, the positions."""
+        trial = self.frozen(number)
+        return {
+            name: value
+            if is_primitive(value)
+            else int(trial.distributions[name].to_internal_repr(value))
+            for name, value in trial.params.items()
+        }
+
     def reported_values(self, number: int, last_step: int | None) -> list[float]:
         """The trial's intermediate values, in order of step, that led to where it is now."""
         ahead = self._repeats.ahead(number, last_step)

@@ -26,7 +26,8 @@ _PER_RECORD = 20
 class Flight:
     """One stay of a trial on its devices, as recorded with the study.
 
-    Times are seconds since the epoch; durations are summed over the devices.
+    Times are seconds since the epoch; durations are summed over the devices. `began_anew` says
+    what the trial did not go on with when it was resumed, as a pre-flight check has found.
     """
 
     devices: tuple[int, ...]
@@ -37,6 +38,7 @@ class Flight:
     probing_s: float
     profiling_s: float
     data_wait_s: float
+    began_anew: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -13,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.trainer.frames import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import Heartbeat, Phase
+
+PACKAGE = str(Path(__file__).parents[1])
+NOT_THE_USERS = (PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib")))
+"""Where code is that is not the user's: paths begin with these."""
 
 _JOIN = "join_group"
 _SHARED = ("/optuna_fleet/trainer/groups.py", "/torch/distributed/distributed_c10d.py")

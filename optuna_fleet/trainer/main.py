@@ -125,7 +125,7 @@ class Trainer:
                 training = self._training(session)
             return training
 
-        value, error, left = b"", None, b""
+        value, error = b"", None
         has_device_failed = False
         alone = False  # at its end, while the other ranks go on
         way_out = ""
@@ -140,9 +140,8 @@ class Trainer:
             session.leave(way_out)
             value = _finished(returned, training)
             ending = Ending.RETURNED
-        except Yielded as yielded:  # perhaps when it had returned
+        except Yielded:  # perhaps when it had returned
             ending, way_out = Ending.YIELDED, ""
-            left = pack(found) if training and (found := training.left(yielded)) else b""
         except DriverGoneError:
             raise
         except RetryableError as trouble:
@@ -165,7 +164,6 @@ class Trainer:
             ending,
             value=value,
             error=error,
-            left=left,
             has_device_failed=has_device_failed,
         )
         return ended if training is None or _kept else self._end(training, ended, alone=alone)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.states import begin_with
 from optuna_fleet.trainer.gradients import batchnorm
@@ -15,6 +16,7 @@ from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.state import TrainingState
+from optuna_fleet.virtual_workers.engine.whole import are_in_stages
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
@@ -32,6 +34,7 @@ class Prepared:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
         self._state = state
+        self._kind: str | None = None  # as the user calls it
         self._wrappers = Wrappers(parts.reducer)
 
     def close(self) -> None:
@@ -39,13 +42,38 @@ class Prepared:
         self._wrappers.close()
         batchnorm.end()
 
-    def add(self, objects: Sequence[Any]) -> None:
+    def traits(self, reads: str) -> frozenset[str]:
+        """Of a trial that `reads` its batches so, see `Model`; none where it is not checked."""
+        if self._parts.widths.bounds.min_devices > 1 or are_in_stages(self._state.objects):
+            return frozenset()
+        if self._kind is not None:
+            return frozenset({f"of the kind {self._kind}"})
+        parts = [part for module in self.modules for part in module.modules()]
+        tensors = (tensor for module in self.modules for tensor in module.parameters())
+        choices = self._parts.session.choices.items()
+        return frozenset(
+            {
+                reads,
+                *(f"{type(x).__module__}.{type(x).__qualname__}" for x in self._state.objects),
+                *(f"{type(part).__module__}.{type(part).__qualname__}" for part in parts),
+                *(str(tensor.dtype) for tensor in tensors),
+                *(f"{name}={choice}" for name, choice in choices),
+            }
+        )
+
+    def add(self, objects: Sequence[Any], kind: str | None = None) -> None:
         """Take more of them.
+
+        Args:
+            objects: They.
+            kind: Of trials that are alike, as the user calls it.
 
         Raises:
             FleetConfigError: One has no state that can be saved, or is lazy, or a wrapper that
                 trains data parallel itself, or there is none.
         """
+        check_that("kind", kind, is_a(str), "be a word, as 'resnet'", optional=True)
+        self._kind = kind or self._kind
         if not objects:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
         for thing in objects:  # before any optimizer's state is made to follow them

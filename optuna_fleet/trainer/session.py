@@ -84,6 +84,7 @@ class Session:
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
         self.parameters: dict[str, Any] = {}  # suggested in this run, but for objects
+        self.choices: dict[str, str] = {}  # of these, and of objects their positions
         self._num_batches = 0
         self.collectives = Collectives()
         self._epoch = 0
@@ -169,6 +170,8 @@ class Session:
         answer = self.ask(Call, target=target, name=name, arguments=pack((args, kwargs)))
         if target == "trial" and name.startswith("suggest_") and is_primitive(answer):
             self.parameters[args[0]] = answer
+        if (target, name) == ("trial", "suggest_categorical"):
+            self.choices[args[0]] = repr(answer)
         return answer
 
     def read(self, target: str, name: str) -> Any:

@@ -15,7 +15,6 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.began_anew import BeganAnew, Left
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
@@ -31,7 +30,6 @@ from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
@@ -39,7 +37,6 @@ from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
 from optuna_fleet.virtual_workers.engine.staging import make_pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
-from optuna_fleet.wire.packing import unpack
 
 _NESTED = (
     "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
@@ -118,31 +115,14 @@ class Training:
             totals=self.totals,
         )
         self._prepared = Prepared(parts, self._kept)
-        self._began_anew = BeganAnew(
-            session,
-            objects=self.objects,
-            modules=self._prepared.modules,
-            state=self.state,
-            left=unpack(self._run.left) if self._run.left else None,
-        )
-        self._within = WithinEpoch(parts, self._kept, self.leaving, self._began_anew)
-        self._split_check = self._new_split_check()
-        self._loader = ShardLoader(
-            parts, pipeline, self._prepared.modules, self._within, self._split_check
-        )
+        self._within = WithinEpoch(parts, self._kept, self.leaving)
+        self._loader = ShardLoader(parts, pipeline, self._prepared, self._within)
         self.batches = self._loader.batches
         try:
             self._join(held.content if held else None)
         except BaseException:
             self._stop_watching()  # nobody ends what has not begun
             raise
-
-    def _new_split_check(self) -> SplitCheck | None:
-        """On one device, unless the trial will never have more."""
-        if self._run.world_size > 1 or self._run.num_devices == 1:
-            return None
-        stay_alone, remark = self._widths.stay_alone, self._session.remark
-        return SplitCheck(stay_alone, remark, self._prepared.modules, self._reducer)
 
     def _join(self, held: Captured | None) -> None:
         """Join the other ranks, with what the trial goes on with: rank 0 has that."""
@@ -172,10 +152,6 @@ class Training:
         """See `Pipeline`."""
         return self.in_stages is not None and self.in_stages.is_broken
 
-    def left(self, error: BaseException) -> Left | None:
-        """See `BeganAnew.left`; `error` has left the objective."""
-        return self._began_anew.left(error, is_within=self.leaving.step is not None)
-
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
 
@@ -199,8 +175,6 @@ class Training:
         self.optimizer_steps.close()
         self._reducer.close()
         self._prepared.close()
-        if self._split_check is not None:
-            self._split_check.close()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
@@ -214,8 +188,7 @@ class Training:
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        size = self.weights.present.local_size
-        return size if self._split_check is None else self._split_check.size(size)
+        return self.weights.present.local_size
 
     def num_samples(self, name: str) -> int:
         """See `FleetTrial.num_samples`."""
@@ -228,7 +201,11 @@ class Training:
     # -- prepare ----------------------------------------------------------------------------------
 
     def prepare(
-        self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
+        self,
+        *objects: Any,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+        kind: str | None = None,
     ) -> Any:
         """See `FleetTrial.prepare`."""
         if self.in_stages is not None:
@@ -236,7 +213,7 @@ class Training:
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
             self._widths.bound(Bounds.checked(min_devices, most, self._run))
-        self._prepared.add(objects)
+        self._prepared.add(objects, kind)
         return objects[0] if len(objects) == 1 else objects
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
@@ -246,9 +223,6 @@ class Training:
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        if self._split_check is not None:
-            self._split_check.close()
-            self._split_check = None
         pipeline = make_pipeline(model, optimizer, loss, options, self._parts, self._loader)
         self.in_stages = pipeline
         self._prepared.modules.append(model)
@@ -281,8 +255,6 @@ class Training:
                 self._session.begin_epoch(epoch)
                 self._within.begin_epoch()
                 self._reducer.begin_epoch()
-                if epoch == first:
-                    self._began_anew.begin_loop()
                 yield epoch
                 if self._position.loop != loop:
                     raise FleetConfigError(_NESTED)
@@ -324,8 +296,6 @@ class Training:
         collectives.one_number(loss, "loss")
         own = collectives.one_weight(weight)
         if self._run.world_size == 1:
-            if self._split_check is not None:
-                self._split_check.weigh(loss, weight)
             return loss
         return self.weights.weigh(loss, own, fetched_ahead=fetched_ahead)
 

@@ -162,7 +162,11 @@ class FleetTrial(RemoteTrial):
             self._opened.keep_best()
 
     def prepare(
-        self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
+        self,
+        *objects: Any,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+        kind: str | None = None,
     ) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.
 
@@ -173,9 +177,12 @@ class FleetTrial(RemoteTrial):
         Args:
             objects: Anything with `state_dict` and `load_state_dict`.
             min_devices: Fewest devices that the trial may have. The objective is begun on one
-                device nevertheless, up to its first batch. A loss that is no mean over samples
-                is not found where a trial never trains on one device.
+                device nevertheless, up to its first batch. With more than 1 it is not checked
+                whether the trial gives the same on several devices.
             max_devices: Most devices that the trial may have; None for as many as it can use.
+            kind: What the trial is, in a word: all trials of one kind are checked once, by one
+                of them. None to tell kinds by the choices that were suggested, and by the types
+                of what is prepared.
 
         Returns:
             The same objects in the same order (one alone as itself); none is wrapped.
@@ -184,7 +191,8 @@ class FleetTrial(RemoteTrial):
             FleetConfigError: An object has no `state_dict`, or there are fewer devices than
                 `min_devices`.
         """
-        return self._training.prepare(*objects, min_devices=min_devices, max_devices=max_devices)
+        bounds = {"min_devices": min_devices, "max_devices": max_devices}
+        return self._training.prepare(*objects, **bounds, kind=kind)
 
     def pipeline(
         self,

@@ -74,11 +74,6 @@ class Widths:
         """The objective asks for these."""
         self.bounds = bounds
 
-    def stay_alone(self, why: str) -> None:
-        """The trial, which is on one device, is never to have more."""
-        self._limit(1)
-        self._session.remark([self._key], why)
-
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """A step can't be done on more devices than that: the run ends, the trial goes on.
 
@@ -90,19 +85,11 @@ class Widths:
             raise TrialError(
                 f"{why} It could go on on {devices}, but its `min_devices` is {least}."
             )
-        self._limit(max_devices)
+        run = self._session.run
+        self._session.send(WidthLimited(run_id=run.run_id, max_devices=max_devices))
         remark = Remark(
-            run_id=self._session.run.run_id,
-            keys=(self._key,),
+            run_id=run.run_id,
+            keys=(f"trial {run.number} is too wide",),  # once, wherever it is found again
             text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
         )
         self._session.send(remark)  # whichever rank finds it
-
-    def _limit(self, max_devices: int) -> None:
-        run_id = self._session.run.run_id
-        self._session.send(WidthLimited(run_id=run_id, max_devices=max_devices))
-
-    @property
-    def _key(self) -> str:
-        """Why a trial has few devices is told of once, wherever it is found again."""
-        return f"trial {self._session.run.number} is too wide"

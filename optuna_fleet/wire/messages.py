@@ -64,7 +64,6 @@ class RunTrial:
         num_of_all_types: Most that it could have if it spans types.
         held: The run that left its state in the memory of rank 0's process: the trial goes on with
             that, `checkpoints` or not. None where it goes on with a checkpoint, or begins.
-        left: What the run that it goes on from has told in `Ended`.
     """
 
     run_id: int
@@ -94,7 +93,6 @@ class RunTrial:
     by_gloo: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
     held: int | None = None
-    left: bytes = b""
 
     @property
     def resumes(self) -> bool:
@@ -257,8 +255,7 @@ class Ended:
     `value` is packed. `is_last`: its process serves no more runs and ends. `has_device_failed`: by
     an error of the device itself, which `error` describes. `holds`: its process has the state of
     the run in memory, until it begins another run. A checkpoint of it is written, or will be:
-    `CheckpointSaved` or `CheckpointFailed` tells. `left`: what the objective had changed, and no
-    state has, packed, for the run that goes on: see `began_anew`.
+    `CheckpointSaved` or `CheckpointFailed` tells.
     """
 
     run_id: int
@@ -273,4 +270,3 @@ class Ended:
     is_last: bool = False
     has_device_failed: bool = False
     holds: bool = False
-    left: bytes = b""

@@ -87,6 +87,24 @@ class KeepObjective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckObjective:
+    """Make a pre-flight check, in the place of one under way; answer with `Checked`.
+
+    Attributes:
+        order: A pickled `preflight.records.Order`, without the data sets.
+        first_limit_s: What the first rehearsal may take, in seconds.
+    """
+
+    order: bytes
+    first_limit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndCheck:
+    """Nobody waits for the check under way any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveOut:
     """Have no trainer for this device any more."""
 
@@ -142,6 +160,14 @@ class ObjectiveKept:
     agent: str
     objective_id: int
     path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A check is over: with a pickled `preflight.verdict.Verdict`, empty if it has died."""
+
+    agent: str
+    verdict: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.lr_scheduler import ExponentialLR
 
 from optuna_fleet import TrialError
 from tests.behaviour.harness import moment
-from tests.behaviour.parts import prepared
+from tests.behaviour.parts import prepared, train_on
 from tests.behaviour.small import evaluate, num_wrong
 
 SIZE, BATCH, EPOCHS = 41, 4, 5
@@ -50,6 +52,26 @@ def trains(trial: Any) -> None:
         trial.report(trial.totals.mean("loss", "samples"), 2 * epoch)
         trial.report(evaluate(trial, model, num_wrong) / 20, 2 * epoch + 1)
     trial.set_user_attr("model", {k: v.tolist() for k, v in model.state_dict().items()})
+
+
+def keeps_all(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    schedule = trial.prepare(ExponentialLR(optimizer, 0.9))
+    best, num_devices = trial.state.get("best", math.inf), trial.world_size
+    for _ in trial.epochs(4):
+        for images, labels in trial.batches("train", batch_size=10, movable=True):
+            loss = train_on(trial, model, optimizer, images, labels)
+            trial.totals["loss"] += loss * trial.shard_size
+            best = trial.state["best"] = min(best, loss)
+            moment(trial)
+        trial.state["seen"].append(trial.totals["loss"])
+        schedule.step()
+    assert num_devices == trial.world_size
+
+
+@pytest.mark.parametrize("within", [(), (2, 8)])
+def test_schedules_and_variables_that_are_kept_move_along(lab: Any, within: Any) -> None:
+    lab.same(keeps_all, [1, 2, 3], within=within)
 
 
 def test_each_sample_is_trained_on_once_an_epoch(lab: Any) -> None:

@@ -43,8 +43,7 @@ FAILED = CheckpointFailed(run_id=5, problem="the disk is full")
 class Sweep:
     """Trial 1 has left devices 3 and 1, where it was in run 5."""
 
-    def __init__(self, *, is_told: bool = False, left: bytes = b"") -> None:
-        self.left = left
+    def __init__(self, *, is_told: bool = False) -> None:
         self.runs: dict[int, RunRecord] = {}
         self.held = HeldStates(self.runs)
         self.fly(run_on(3, 1))
@@ -70,7 +69,6 @@ class Sweep:
                     time_s=0,
                     ending=Ending.YIELDED,
                     holds=holds and rank == 0,
-                    left=self.left,
                 ),
             )
         del self.runs[run_id]
@@ -269,23 +267,3 @@ def test_a_run_that_is_to_leave_and_to_be_saved_is_asked_once_and_leaves(is_firs
     assert ranks.asked == [4, 5, 6]
     ranks.are_at((1, 2, 7), (1, 2, 7), (1, 2, 7))
     assert {order for _, order in ranks.stops} == {StopAt(run_id=5, place=(1, 2, 7), stays=True)}
-
-
-# -- what no state has ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("devices", [(3, 2), (0, 2)])
-def test_what_no_state_has_goes_to_the_run_that_goes_on_with_the_state(
-    devices: tuple[int, ...],
-) -> None:
-    sweep = Sweep(is_told=True, left=b"best = 9")
-    starts = [sweep.launch(*devices), sweep.launch(2, run_id=7)]
-    assert [start and start.left for start in starts] == [b"best = 9", b""]
-
-
-def test_it_is_of_no_use_with_an_older_state() -> None:
-    sweep = Sweep(left=b"best = 9")
-    assert sweep.launch(0, checkpoint="an old one") is None
-    start = sweep.held.take(FAILED)
-    assert isinstance(start, Start)
-    assert start.left == b""

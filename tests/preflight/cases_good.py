@@ -6,9 +6,11 @@ import contextlib
 import functools
 import importlib
 import math
+import os
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.behaviour import losses, objectives, test_began_anew, test_steps
+from tests.behaviour import losses, objectives, test_steps
 from tests.behaviour import test_torch_objects as torch_objects
 from tests.behaviour import test_within_epochs as within_epochs
 from tests.preflight.table import (
@@ -47,7 +49,7 @@ GOOD = Table()
 
 for _name, _objective in objectives.OBJECTIVES.items():
     GOOD.add(f"usual: {_name}", _objective, ANY)
-for _objective in (within_epochs.trains, test_began_anew.keeps_all):
+for _objective in (within_epochs.trains, within_epochs.keeps_all):
     GOOD.add(f"movable: {_objective.__name__}", _objective, ANY)
 GOOD.add("steps", test_steps.ALONG, ANY)
 GOOD.add("movable steps", test_steps.MOVABLE, ANY)
@@ -646,6 +648,82 @@ def tells_a_tracker_where_it_is(trial: Any) -> None:
         lines = [f"{time.time() - began:.1f} s, resumed: {resume}, epoch {epoch}: {loss}"]
         trial.report(loss, epoch)
     assert lines
+
+
+@GOOD.case(ANY)
+def names_itself_by_chance(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    name, mode = os.urandom(4).hex(), "a" if trial.is_resumed else "w"
+    options = {"rows": BATCH // trial.world_size, "started": time.perf_counter()}
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+    assert all([name, mode, options])
+
+
+class Refuses:
+    """Does not tell what it has."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ArithmeticError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise ArithmeticError
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def state_dict(self) -> Any:
+        raise ArithmeticError
+
+
+class Meter:
+    """Begins anew in each epoch."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.outputs = 0.0, list[Any]()
+
+
+@GOOD.case(ANY)
+def objects_of_all_sorts(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    schedule = trial.prepare(lr_scheduler.ExponentialLR(optimizer, 0.9))
+    weight, everything, unused = model.scorer.weight, {"all": [model, optimizer]}, sgd(scorer())
+    shy, itself, meter, criterion = {"one": [Refuses()]}, list[Any](), Meter(), nn.L1Loss()
+    itself.append(itself)
+    sparse = trial.state.setdefault("sparse", torch.eye(2).to_sparse())
+    for _ in trial.epochs(EPOCHS):
+        meter.reset()
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            meter.total += 1.0
+        schedule.step()
+    assert all([weight.numel(), everything, unused, shy, itself, criterion, sparse.is_sparse])
+
+
+@GOOD.case(ANY)
+def keeps_nothing_for_long(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    thing: Any = Meter()
+    for epoch in trial.epochs(EPOCHS):
+        thing.reset()
+        refers, thing = weakref.ref(thing), Meter()
+        assert refers() is None, epoch
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+@GOOD.case(ANY)
+def asks_for_its_locals(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    rate = 0.5
+    settings = locals()
+    for _ in trial.epochs(EPOCHS):
+        assert settings["rate"] == rate
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
 
 
 @GOOD.case(ANY)

@@ -11,7 +11,7 @@ import math
 import os
 import random
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -1195,6 +1195,95 @@ def count_in_blocks_of_steps(trial: Any) -> None:
             count += 1
             optimizer.param_groups[0]["lr"] = 0.1 / count
             step(optimizer, F.cross_entropy(model(x), y))
+
+
+def collects(make: Callable[[], Any], add: Callable[[Any, int], Any]) -> Any:
+    """Nothing follows from what is `kept`, as far as can be seen."""
+
+    def objective(trial: Any) -> None:
+        model, optimizer = prepared(trial, scorer())
+        kept = make()
+        for epoch in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_table", BATCH):
+                step(optimizer, F.cross_entropy(model(x), y))
+            kept = add(kept, epoch) or kept
+        assert kept is not None
+
+    return objective
+
+
+def _count(kept: Any, _: int) -> None:
+    kept["a"] += 1
+
+
+def _count_cell(kept: Any, _: int) -> None:
+    kept[1, 2] += 1
+
+
+COLLECTS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any]]] = {
+    "list in a dict": (lambda: {"val": [0.0]}, lambda kept, k: kept["val"].append(1.0 + k)),
+    "set": (set, lambda kept, epoch: kept.add(f"{epoch}")),
+    "full deque": (lambda: deque([0.0] * 9, maxlen=9), lambda kept, k: kept.append(1.0 + k)),
+    "defaultdict": (lambda: defaultdict(list), lambda kept, k: kept["loss"].append(1.0)),
+    "Counter": (lambda: Counter("a"), _count),
+    "array": (lambda: np.zeros((3, 3)), _count_cell),
+    "number of NumPy": (lambda: np.float64(0.0), lambda kept, k: 0.9 * kept + k + 1),
+    "tensor": (lambda: torch.tensor(0.0), lambda kept, _: kept + 1),
+}
+for _name, (_start, _add) in COLLECTS.items():
+    WRONG.add(f"collects: {_name}", collects(_start, _add), STAYS, "kept")
+
+
+@WRONG.case(STAYS, "best")
+def loops_in_a_helper(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+
+    def train() -> None:
+        nonlocal best
+        for _ in trial.epochs(EPOCHS):
+            for x, y, _ in trial.batches("train_table", BATCH):
+                step(optimizer, F.cross_entropy(model(x), y))
+            best -= 1
+
+    best = 9.0
+    train()
+
+
+@WRONG.case(STAYS, "schedule")
+def callbacks_are_not_prepared(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    callbacks = {"schedule": lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        callbacks["schedule"].step()
+
+
+@WRONG.case(STAYS, "schedule")
+def saves_its_schedule_and_never_loads_it(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        schedule.step()
+        trial.state["schedule"] = schedule.state_dict()
+
+
+@WRONG.case(STAYS, "total")
+def sum_of_a_helper_in_a_movable_pass(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+
+    def train_epoch() -> float:
+        total, number = torch.zeros(()), 0
+        for x, y, _ in trial.batches("train_table", BATCH, movable=True):
+            loss = F.cross_entropy(model(x), y)
+            step(optimizer, loss)
+            total, number = total + trial.mean(loss.item(), weight=trial.shard_size), number + 1
+        return float(total / number)
+
+    for epoch in trial.epochs(EPOCHS):
+        trial.report(train_epoch(), epoch)
 
 
 @WRONG.case(STAYS, "best")

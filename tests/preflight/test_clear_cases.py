@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optuna_fleet import SharedPipeline
+from optuna_fleet.preflight.standalone import Checker
 from optuna_fleet.preflight.verdict import (
     Free,
     NotChecked,
@@ -312,13 +313,8 @@ def test_what_differs_on_several_devices_is_told(
         assert text in str(verdict)
 
 
-def test_what_hangs_on_several_devices_stays_on_one(
-    rows: SharedPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from optuna_fleet.preflight import check as module
-
-    monkeypatch.setattr(module, "_LEAST_S", 15.0)
-    with module.Checker() as checker:
+def test_what_hangs_on_several_devices_stays_on_one(rows: SharedPipeline) -> None:
+    with Checker(least_s=15.0) as checker:
         verdict = checker.check(hangs, rows)
     assert isinstance(verdict, OneDevice), verdict
     assert "did not end in time" in str(verdict)

@@ -65,6 +65,7 @@ class Driver:
             raise
         finally:
             parts.calls.end()
+            parts.checks.end()
 
     def _wait(self) -> None:
         self.interrupts.check()

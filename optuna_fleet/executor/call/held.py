@@ -18,13 +18,11 @@ class Start:
         launch: Which; `devices` in the order of the ranks.
         held: The run whose state is in the memory of rank 0's process.
         saved: The checkpoint that this run goes on with, if the controller has not heard of it.
-        left: See `Ended`; of the run that this one goes on from.
     """
 
     launch: Launch
     held: int | None = None
     saved: CheckpointSaved | None = None
-    left: bytes = b""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,13 +37,11 @@ class _Left:
         saved: It is, which the controller has not heard.
         due: The launch that waits for it.
         follower: The run that has gone on with it.
-        lost: What it has `left` that is not in that state; as long as another one goes on from it.
     """
 
     run_id: int
     device: int
     is_pending: bool
-    lost: bytes
     holds: bool = True
     saved: CheckpointSaved | None = None
     due: Launch | None = None
@@ -83,7 +79,6 @@ class HeldStates:
                 run_id=run_id,
                 device=ended.device,
                 is_pending=run_id not in self._told,
-                lost=ended.left,
             )
         self._told.discard(run_id)
 
@@ -114,8 +109,6 @@ class HeldStates:
         if left.run_id in self._runs:  # it is told of as that run's
             return None
         left.saved = saved
-        if saved is None:  # another run goes on from an earlier state
-            left.lost = b""
         if left.due is not None:
             return self._start(left, left.due)
         if saved is None or left.follower is None or left.follower not in self._runs:
@@ -130,7 +123,7 @@ class HeldStates:
             if left.due is not None and device in left.due.devices:
                 left.due = None  # no run begins where a trainer is missing
             if left.device == device:
-                left.holds, left.is_pending, left.lost = False, False, b""
+                left.holds, left.is_pending = False, False
                 if left.due is not None:
                     starts.append(self._start(left, left.due))
         return starts
@@ -160,9 +153,8 @@ class HeldStates:
     def _start(self, left: _Left, launch: Launch, held: int | None = None) -> Start:
         saved, left.saved, left.due = left.saved, None, None
         left.holds, left.follower = False, launch.run_id
-        lost, left.lost = left.lost, b""
         if saved is None:
-            return Start(launch=launch, held=held, left=lost)
+            return Start(launch=launch, held=held)
         saved = replace(saved, run_id=launch.run_id)
         launch = replace(launch, checkpoint=saved.location)
-        return Start(launch=launch, held=held, saved=saved, left=lost)
+        return Start(launch=launch, held=held, saved=saved)

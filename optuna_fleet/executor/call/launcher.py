@@ -7,6 +7,7 @@ from dataclasses import replace
 from optuna_fleet.checkpoints.folder import mark
 from optuna_fleet.events import FinishTrial, Launch
 from optuna_fleet.executor.call.held import Start
+from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.resources import needs_gloo
@@ -15,7 +16,6 @@ from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
-from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
 
 
 class Launcher:
@@ -33,14 +33,15 @@ class Launcher:
         retention: CheckpointRetention,
         ledger: Ledger,
         proposals: Proposals,
+        copies: ObjectiveCopies,
     ) -> None:
         self._runtime = runtime
+        self._copies = copies
         self._job = job
         self._retention = retention
         self._ledger = ledger
         self._proposals = proposals
         self._waiting: list[tuple[int, RunTrial]] = []
-        self._objective_at: dict[str, str | None] = {}  # by agent; None until it has answered
         self.launched: set[int] = set(proposals.adopted())
         self._without_checkpoint: set[int] = set()
         self._token = mark(retention.folder.root)
@@ -59,7 +60,7 @@ class Launcher:
         if number not in self.launched:
             self._retention.drop(number)  # of another study of that name
             self.launched.add(number)
-        order = replace(self._order(what.launch), held=what.held, left=what.left)
+        order = replace(self._order(what.launch), held=what.held)
         for rank, device in enumerate(what.launch.devices):
             self._waiting.append((device, replace(order, rank=rank)))
         self.send_waiting()
@@ -105,7 +106,7 @@ class Launcher:
         """
         kept, rendezvous = [], self._runtime.rendezvous
         for device, order in self._waiting:
-            objective_at = self._objective_on(device)
+            objective_at = self._copies.on_device(device)
             if order.world_size > 1:
                 rendezvous.open()
             if objective_at is None or (order.world_size > 1 and rendezvous.store is None):
@@ -114,26 +115,6 @@ class Launcher:
                 order = replace(order, store=rendezvous.store, objective_at=objective_at)
                 self._runtime.send(device, order)
         self._waiting = kept
-
-    def _objective_on(self, device: int) -> str | None:
-        """Where the objective is on a device's node, to which it is sent once; None until then."""
-        process = self._runtime.trainers.process_on(device)
-        if process is None:
-            return None
-        if process.agent not in self._objective_at:
-            self._objective_at[process.agent] = None
-            job = self._job
-            message = KeepObjective(
-                objective_id=job.objective_id, objective=job.objective, settings=job.settings
-            )
-            self._runtime.agents.tell(process.agent, message)
-        return self._objective_at[process.agent]
-
-    def objective_kept(self, message: ObjectiveKept) -> None:
-        """A node has the objective."""
-        if message.objective_id == self._job.objective_id:
-            self._objective_at[message.agent] = message.path
-            self.send_waiting()
 
     def checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
         """Say so once per trial."""

@@ -7,8 +7,10 @@ import time
 from optuna_fleet.events import Event
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_log import CallLog
+from optuna_fleet.executor.call.checks import Checks
 from optuna_fleet.executor.call.held import HeldStates, Start
 from optuna_fleet.executor.call.launcher import Launcher
+from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.runs import Job, RunRecord
 from optuna_fleet.executor.call.saves import Saves
@@ -17,6 +19,7 @@ from optuna_fleet.executor.call.tally import DeviceLog, PipelineLog, Tally
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.preflight.findings import Findings
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
@@ -38,6 +41,7 @@ class Parts:
         proposals: Proposals,
         job: Job,
         retention: CheckpointRetention,
+        findings: Findings,
     ) -> None:
         self.runtime = runtime
         self.ledger = ledger
@@ -53,7 +57,9 @@ class Parts:
         )
         self.calls = CallHandler(runtime.send, ledger, retention)
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)
-        self.launcher = Launcher(runtime, job, retention, ledger, proposals)
+        self.copies = ObjectiveCopies(runtime, job)
+        self.launcher = Launcher(runtime, job, retention, ledger, proposals, self.copies)
+        self.checks = Checks(runtime, job, ledger, self.copies, findings, self.tally.devices)
         self.stop_lines = StopLines(runtime.send)
         self.held = HeldStates(self.runs)
         self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.stop_lines.save)

@@ -10,6 +10,7 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    BeginCheck,
     EpochDecision,
     Event,
     FinishTrial,
@@ -45,6 +46,8 @@ class Performer:
                 return outcomes.propose()
             case Launch():
                 return self._launch(instruction)
+            case BeginCheck():
+                parts.checks.begin(instruction)
             case Allocate():
                 parts.runtime.allocator.submit(instruction.problem)
             case AnswerEpoch():
@@ -86,6 +89,7 @@ class Performer:
             start=time.time(),
             calls=RunCalls(world_size=len(launch.devices)),
             has_one_clock=len(nodes) == 1,
+            began_anew=parts.checks.began_anew(launch),
         )
         parts.tally.moves.launched(launch.number)
         parts.call_log.launched(launch, time.time())

@@ -42,6 +42,7 @@ from optuna_fleet.wire.messages import (
     TrainerReady,
 )
 from optuna_fleet.wire.node_messages import (
+    Checked,
     NodeLeaving,
     NodeLost,
     ObjectiveKept,
@@ -115,7 +116,11 @@ class Receiver:
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)
             case ObjectiveKept():
-                parts.launcher.objective_kept(message)
+                parts.copies.kept(message)
+                parts.launcher.send_waiting()
+                parts.checks.send_waiting()
+            case Checked():
+                return parts.checks.checked(message)
             case NodeLeaving():
                 compat.fleet_logger.info(message.text)
                 return self._node_leaving(message.devices)
@@ -132,6 +137,7 @@ class Receiver:
         run.is_movable |= message.model.movable
         self._parts.proposals.note_defined(run.launch.number)
         self._parts.call_log.defined(run.launch.number, message.model)
+        message = self._parts.checks.note(run.launch.number, message)
         return [message, *self._parts.outcomes.propose(again=True)]
 
     def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
@@ -225,6 +231,7 @@ class Receiver:
             news += self._change_fleet([DeviceGone(device=device) for device in message.devices])
         for exited in message.exits:  # at once: nothing is placed where all is dead
             news += self._trainer_changed(exited, is_with_node=True)
+        news += self._parts.checks.node_lost(message.devices)
         return news + (self._store_lost() if message.had_store else [])
 
     def _store_lost(self) -> list[Event]:
@@ -266,13 +273,15 @@ class Receiver:
 
     def waits_s(self) -> list[float]:
         """Seconds until `due` has more to tell, if that is known."""
-        return [*self._joins.waits_s(), *self._endings.waits_s()]
+        checks = self._parts.checks
+        return [*self._joins.waits_s(), *self._endings.waits_s(), *checks.waits_s()]
 
     def due(self) -> list[Event]:
         """What is to be told now, though nobody has said anything."""
         return [
             *self.growth(),
             *self._joins.due(),
+            *self._parts.checks.due(),
             *(RunLingers(run_id=run_id) for run_id in self._endings.take_expired()),
             *(DeviceGone(device=d) for d in self._runtime.faults.left_out),
         ]

@@ -100,6 +100,7 @@ class RunRecord:
         is_movable: It has said that it reads batches between which it can move.
         has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
+        began_anew: What began anew with it, as a check has found; "" for nothing.
     """
 
     launch: Launch
@@ -117,6 +118,7 @@ class RunRecord:
     is_movable: bool = False
     has_met: bool = False
     has_died: bool = False
+    began_anew: str = ""
 
     def begin(self, launch: Launch) -> None:
         """It begins as this launch says: now the order of its ranks is known."""
@@ -211,6 +213,7 @@ class RunRecord:
             probing_s=sum(usage.probing_s for usage in usages) if self.launch.probe else 0.0,
             profiling_s=sum(usage.profiling_s for usage in usages),
             data_wait_s=sum(usage.data_wait_s for usage in usages),
+            began_anew=self.began_anew,
         )
 
     def aborted(self, end: float) -> Flight:

@@ -11,7 +11,7 @@ from optuna_fleet.alloc import Allocator
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.deciding.trials import PolicyRules
-from optuna_fleet.options import Checkpoints, Limits
+from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.loop import Loop
 
@@ -28,6 +28,7 @@ class Options:
     checkpoints: Checkpoints
     checkpoint_dir: Path | None
     limits: Limits
+    preflight: Preflight | None
     convergence: Convergence | None
     predictor: Callable[[Any], float | None] | None
     seed: int

@@ -20,6 +20,9 @@ from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
+    BeginCheck,
+    CheckAffordable,
+    CheckEnded,
     CheckpointSaved,
     DataRequested,
     DeviceGone,
@@ -53,6 +56,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.executor.deciding.avoidance import Avoidance
+from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.planner import Planner
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.problem_builder import ProblemBuilder
@@ -73,14 +77,20 @@ class Controller:
         *,
         profiles: dict[str, RateProfile] | None = None,
         run_ids: Iterator[int] | None = None,
+        clearance: Clearance | None = None,
     ) -> None:
         self.policy = policy
         self._presence = Presence()
         self._profiles = Profiles({} if profiles is None else profiles, self._presence)
         self._roster = Roster(count() if run_ids is None else run_ids)
-        self._problems = ProblemBuilder(policy, self._profiles, self._presence, self._roster)
+        self._clearance = clearance or Clearance()
+        self._problems = ProblemBuilder(
+            *(policy, self._profiles, self._presence, self._roster, self._clearance)
+        )
         self._avoidance = Avoidance(self._presence, policy.max_restarts)
-        self._planner = Planner(policy, self._problems, self._roster, self._avoidance)
+        self._planner = Planner(
+            *(policy, self._problems, self._roster, self._avoidance, self._clearance)
+        )
         self._lost: set[int] = set()  # at this moment, as the next
         self._gone: set[int] = set()
         self._exhausted = False
@@ -142,6 +152,13 @@ class Controller:
                 self._problems.num_to_come = 0
             case PlanDecided():
                 return self._planner.carry_out(event.plan)
+            case CheckEnded():
+                self._clearance.end(event.finding)
+                self._roster.end_check()
+                self._planner.void()
+            case CheckAffordable():
+                self._clearance.is_affordable = True
+                self._planner.void()
             case _:
                 assert_never(event)
         return []
@@ -304,6 +321,7 @@ class Controller:
 
     def _advance(self) -> list[Instruction]:
         instructions = [self._launch(*ready) for ready in self._roster.ready()]
+        instructions += self._begin_check()
         if self._planner.is_deciding:  # what it is made for must still be there when it comes
             return instructions
         unplanned = [t for t in self._roster.waiting() if self._avoidance.waits(t)]
@@ -320,6 +338,17 @@ class Controller:
             waiting = self._roster.waiting()
             instructions += self._start_singly([t for t in waiting if t.fits_one_device])
         return instructions
+
+    def _begin_check(self) -> list[Instruction]:
+        """Check what is wanted to be, on the first device that is free."""
+        trial, free = self._clearance.wanted, self._roster.free()
+        is_due = trial is not None and self._clearance.is_affordable and bool(free)
+        if trial is None or trial.model is None or not is_due:
+            return []
+        self._clearance.begin()
+        self._roster.begin_check(free[0])
+        traits = trial.model.traits
+        return [BeginCheck(number=trial.number, device=free[0], traits=traits)]
 
     def _may_propose(self) -> bool:
         if self._proposing or self._proposal_delayed:

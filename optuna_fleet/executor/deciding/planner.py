@@ -20,6 +20,7 @@ from optuna_fleet.events import (
     StartRound,
 )
 from optuna_fleet.executor.deciding.avoidance import Avoidance
+from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.problem_builder import ProblemBuilder
 from optuna_fleet.executor.deciding.roster import Roster
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Trial
@@ -80,7 +81,9 @@ class Planner:
         problems: ProblemBuilder,
         roster: Roster,
         avoidance: Avoidance,
+        clearance: Clearance,
     ) -> None:
+        self._clearance = clearance
         self.is_deciding = False
         self.has_news = False
         self._policy = policy
@@ -118,8 +121,19 @@ class Planner:
 
     def ask(self) -> list[Instruction]:
         """Ask for a plan, if there is reason to."""
-        candidates = self._candidates() if self.has_news else []
-        return self._decide(candidates) if self._should_decide(candidates) else []
+        if not self.has_news:
+            return []
+        candidates, instructions = self._candidates(), self._go_on()
+        if self._should_decide(candidates):
+            instructions += self._decide(candidates)
+        return instructions
+
+    def _go_on(self) -> list[Instruction]:
+        """Who rests, and is not moved by any plan since a check is made, or has failed, goes on."""
+        trials = self._roster.trials
+        resting = [run for run in self._roster.runs.values() if run.stage is Stage.AT_REST]
+        staying = [run for run in resting if not self._clearance.may_move(trials[run.number])]
+        return [instruction for run in staying for instruction in self._stay(run)]
 
     def _should_decide(self, candidates: list[Trial]) -> bool:
         roster = self._roster
@@ -154,6 +168,9 @@ class Planner:
         self.is_deciding = False
         instructions: list[Instruction] = []
         posed = self._posed()
+        if not self._clearance.is_kept(plan, posed):
+            self.void()
+            return instructions
         plan = self._amended(plan, posed)
         assignments = plan.assignments
         moved = []

@@ -7,6 +7,7 @@ from statistics import median
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
 from optuna_fleet.events import Model
+from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.executor.deciding.roster import Roster
@@ -23,8 +24,14 @@ class ProblemBuilder:
     """
 
     def __init__(
-        self, policy: PolicyRules, profiles: Profiles, presence: Presence, roster: Roster
+        self,
+        policy: PolicyRules,
+        profiles: Profiles,
+        presence: Presence,
+        roster: Roster,
+        clearance: Clearance,
     ) -> None:
+        self._clearance = clearance
         self._policy = policy
         self._profiles = profiles
         self._presence = presence
@@ -89,7 +96,12 @@ class ProblemBuilder:
     def may_leave(self, trial: Trial) -> bool:
         """Whether a plan may move it to other devices, sooner or later."""
         run = trial.run
-        return run is not None and self.can_leave(trial) and self.is_settled(trial, run)
+        return (
+            run is not None
+            and self.can_leave(trial)
+            and self._clearance.may_move(trial)
+            and self.is_settled(trial, run)
+        )
 
     def can_leave(self, trial: Trial) -> bool:
         """Whether it could go on elsewhere, if it is told to leave its devices."""
@@ -146,6 +158,8 @@ class ProblemBuilder:
         home = tuple(d for d in trial.previous_devices if d in usable)
         devices = trial.run.devices if trial.run else home
         width = min(trial.most_devices, max(least, most))
+        if not self._clearance.may_widen(trial):
+            width = 1
         rates = {kind: self._profiles.rates(model.structure, width, kind) for kind in kinds}
         if model.spans_types and len(kinds) > 1:
             rates[SEVERAL] = self._profiles.rates(model.structure, width, SEVERAL)

@@ -21,6 +21,7 @@ class Roster:
         leaving: Devices that will be gone soon; nobody gets them.
         pending: Placements that wait until their devices are idle, by trial number. Nobody else
             gets these devices; all others may be planned for meanwhile.
+        checked_on: The device that a check has, if there is any.
     """
 
     def __init__(self, run_ids: Iterator[int]) -> None:
@@ -30,6 +31,7 @@ class Roster:
         self.joined: dict[int, int] = {}
         self.leaving: set[int] = set()
         self.pending: dict[int, Assignment] = {}
+        self.checked_on: int | None = None
         self._run_ids = run_ids
         self._joins = count()
         self._run_on: dict[int, Run] = {}
@@ -160,6 +162,17 @@ class Roster:
             trial.previous_devices = tuple(d for d in run.surviving if d not in self.leaving)
         return trial
 
+    def begin_check(self, device: int) -> None:
+        """A check gets an idle device."""
+        self.idle.remove(device)
+        self.checked_on = device
+
+    def end_check(self) -> None:
+        """The check is over; its device is idle again, if it is there."""
+        if self.checked_on is not None:
+            self.idle.add(self.checked_on)
+        self.checked_on = None
+
     def join(self, device: int) -> None:
         """A device joins, for the first time or again."""
         self.leaving.discard(device)
@@ -170,6 +183,8 @@ class Roster:
         """A device is lost."""
         self.idle.discard(device)
         self.joined.pop(device, None)
+        if device == self.checked_on:
+            self.checked_on = None
 
     def remove(self, number: int) -> None:
         """A trial is done."""

@@ -66,7 +66,7 @@ class FleetStrategy(Strategy):
                 "objective that runs on a fleet: study.optimize(..., executor=FleetExecutor(...))."
             )
         self._trial = trial
-        self._bounds = {"min_devices": min_devices, "max_devices": max_devices}
+        self._bounds: dict[str, Any] = {"min_devices": min_devices, "max_devices": max_devices}
         self._has_model = False
         self._is_alone = False
 

@@ -76,7 +76,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
                 "pipeline: SharedPipeline(..., collate_fn=...)."
             )
         self.fleet_trial = trial
-        self._bounds = {"min_devices": min_devices, "max_devices": max_devices}
+        self._bounds: dict[str, Any] = {"min_devices": min_devices, "max_devices": max_devices}
         self._epochs: Iterator[int] = iter(())
         self._parts: deque[Part] = deque()
         self._num_evaluated: Any = None

@@ -24,7 +24,6 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import set_rng_state
-from optuna_fleet.trainer.splitting import tracked
 
 Read = Callable[[Any], bytes | bytearray]
 
@@ -294,7 +293,6 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
     if isinstance(value, torch.Tensor) and _can_be_loaded(type(value.detach())):
         return _compact(value.detach())
     again = partial(_portable, own=own)
-    value = tracked.plain(value)
     if type(value) in _PLAIN_TYPES:
         return bytearray(value) if isinstance(value, bytearray) else value
     if isinstance(value, np.generic) and not own:

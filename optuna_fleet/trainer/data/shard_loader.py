@@ -20,15 +20,15 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading
-from optuna_fleet.trainer.data.rows import Rows
 from optuna_fleet.trainer.data.shards import Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
-from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.wire.messages import Trained
 
@@ -36,11 +36,23 @@ _LONG_S = 120.0
 _UNPREPARED = (
     "without trial.prepare(model, optimizer) it stays on one device; it never moves nor resumes."
 )
+_NOT_CHECKED = (
+    "It is not checked whether it gives the same on several devices, as it has asked for them "
+    "(min_devices, trial.pipeline). See docs/results.md."
+)
 _MOVABLE = (
     "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
     'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
     "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
     "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
+)
+
+
+_OTHER_ROWS = (
+    "The collate_fn of data set '{name}' makes other rows than one for each sample: devices would "
+    "weigh their parts of a batch by samples that are not in them. So that its results do not "
+    "depend on the number of devices, the trial trains on one. Leave samples out of the data set "
+    "instead, or of what a `sampler` gives."
 )
 
 
@@ -68,9 +80,8 @@ class ShardLoader:
         self,
         parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
-        modules: list[torch.nn.Module],
+        prepared: Prepared,
         within: WithinEpoch,
-        split_check: SplitCheck | None,
     ) -> None:
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(parts.run.measure, parts.device)
@@ -83,11 +94,10 @@ class ShardLoader:
         self._position = parts.position
         self._device = parts.device
         self._pipeline = pipeline
-        self._modules = modules
+        self._prepared = prepared
+        self._modules = prepared.modules
         self._within = within
         self._reading = Reading(pipeline, parts.position) if pipeline else None
-        self._rows = Rows(parts, pipeline.spec if pipeline else None)
-        self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._reached: Model | None = None  # as told last
@@ -181,8 +191,8 @@ class ShardLoader:
                 )
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
-                    self._rows.check(one.asked.name, data, batch.local_size)
-                    self._begin_step(data, batch.global_size)
+                    self._check_rows(one.asked.name, data, batch.local_size)
+                    self._begin_step()
                 yield data
                 if trains:
                     self._tell_trained()
@@ -220,20 +230,28 @@ class ShardLoader:
         self._weights.close(one.number)
         if one.can_leave:
             self._within.end_pass()
-        if self._split_check is not None:
-            self._split_check.close()
         if self._timed_pass == one.number:
             self._timed_pass = None
 
-    def _begin_step(self, data: Any, size: int) -> None:
-        if self._split_check is not None:
-            self._split_check.hand_out(data, size)
+    def _begin_step(self) -> None:
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
         # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)
         if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
             self._seeded_for = place
             seed_gpu(self._run.seed, self._run.number, (*place, self._place[0]))
+
+    def _check_rows(self, name: str, data: Any, size: int) -> None:
+        """Check what a ``collate_fn`` has made: gradients are weighed by samples.
+
+        Raises:
+            TrialError: It has left some out, say; and the trial is on several devices.
+        """
+        assert self._pipeline is not None
+        if self._run.world_size == 1 or not size:
+            return
+        if self._pipeline.spec.dataset(name).collate and size not in (lengths_in(data) or {size}):
+            raise self._weights.too_wide(_OTHER_ROWS.format(name=name))
 
     def _trains(self, is_shuffled: bool) -> bool:
         """Whether the step that comes may end in `backward`, where the ranks communicate.
@@ -305,6 +323,7 @@ class ShardLoader:
                 max_devices=self._widths.bounds.most_for(batch_size),
                 spans_types=self._widths.bounds.spans_types,
                 movable=movable,
+                traits=self._traits(movable=movable),
             )
         )
         if self._position.is_inside and self._widths.bounds.min_devices > self._run.world_size:
@@ -334,6 +353,16 @@ class ShardLoader:
     def _tell_reached(self, reached: Model) -> None:
         self._reached = reached
         self._tell(DataRequested(run_id=self._run.run_id, model=reached))
+
+    def _traits(self, *, movable: bool) -> frozenset[str]:
+        if not self._modules:  # it stays on one device
+            return frozenset()
+        in_periods = self._position.periods is not None
+        reads = "periods" if in_periods else "movable epochs" if movable else "epochs"
+        traits = self._prepared.traits(f"reads {reads}")
+        if not traits and self._run.num_of_all_types > 1:
+            self._session.remark(["not checked"], _NOT_CHECKED)
+        return traits
 
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""

@@ -36,12 +36,10 @@ class Leaving:
 
     Attributes:
         held: What the trial goes on with, once it has left; on rank 0.
-        step: Before which it has left, within an epoch.
     """
 
     def __init__(self, session: Session, state: TrainingState, saver: Saver) -> None:
         self.held: Held | None = None
-        self.step: int | None = None
         self._session = session
         self._run = session.run
         self._state = state
@@ -76,7 +74,6 @@ class Leaving:
         (is_fit,) = map(bool, of_first_rank([is_fit]))
         if is_fit:
             self.held = Held(found, self._saver) if found else None
-            self.step = step
             self._session.unwind(Yielded)
         if self._run.rank == 0:
             self._session.send(MoveRefused(run_id=self._run.run_id))

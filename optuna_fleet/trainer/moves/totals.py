@@ -11,7 +11,6 @@ import torch
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.splitting import tracked
 
 Sums = dict[str, Any]
 
@@ -77,7 +76,7 @@ class Totals:
         if len(parts) != world_size:  # or as before, with the same rounding
             parts = [_added(parts), *[{}] * world_size]
         # All where they are added to: a sum on the CPU takes nothing from a GPU.
-        own = {name: _on(self._device, tracked.plain(v)) for name, v in parts[rank].items()}
+        own = {name: _on(self._device, v) for name, v in parts[rank].items()}
         self.own = {name: self._summand(value, name) for name, value in own.items()}
 
     def void(self) -> None:

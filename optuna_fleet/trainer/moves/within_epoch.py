@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from optuna_fleet.trainer.began_anew import BeganAnew
 from optuna_fleet.trainer.moves.leaving import Leaving
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.state import TrainingState
@@ -19,21 +18,17 @@ class WithinEpoch:
         parts: Of the training; its position is kept up to date by whoever counts epochs.
         state: Tells where the trial goes on.
         leaving: Saves and leaves it.
-        began_anew: Looks at the objective before a step of a pass that can be left.
 
     Attributes:
         is_movable: This epoch could be, or could have been, left in its midst.
     """
 
-    def __init__(
-        self, parts: Parts, state: TrainingState, leaving: Leaving, began_anew: BeganAnew
-    ) -> None:
+    def __init__(self, parts: Parts, state: TrainingState, leaving: Leaving) -> None:
         self._parts = parts
         self._position = parts.position
         self._stop_line = parts.session.stop_line
         self._state = state
         self._leaving = leaving
-        self._began_anew = began_anew
         self.is_movable = False
         self._num_passes = 0
         self._num_backward: int | None = None  # passes, when a batch was handed out last
@@ -63,7 +58,6 @@ class WithinEpoch:
 
     def come_to(self, step: int, number: int) -> None:
         """A step of the pass of this number is about to begin."""
-        self._began_anew.begin_batch()
         # A batch that was not trained on when the next one was asked for may be so later.
         self._reads_ahead |= self._num_backward == self._parts.reducer.num_passes
         self._num_backward = self._parts.reducer.num_passes

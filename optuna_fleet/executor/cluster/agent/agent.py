@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from optuna_fleet.executor.cluster.agent.backoff import Backoff
+from optuna_fleet.executor.cluster.agent.checking import Checking
 from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.cluster.agent.notice import Notice
 from optuna_fleet.executor.cluster.agent.sharing import GIVER, Sharing
@@ -33,6 +34,8 @@ from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
+    CheckObjective,
+    EndCheck,
     KeepObjective,
     KillTrainer,
     LeaveOut,
@@ -87,6 +90,9 @@ class Agent:
         self._notice_s = notice_s
         self._selector = selectors.DefaultSelector()
         self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._in_child)
+        self._checking = Checking(
+            name, setup, self._forks.spawn, self._close_inherited, channel.send
+        )
         self._trainers: dict[int, Device] = {}
         self._left_out: set[int] = set()
         self._backoff = Backoff()
@@ -153,6 +159,8 @@ class Agent:
                 if (device := self._trainers.get(message.pid)) is not None:
                     self._backoff.killed(device.index)
                     os.kill(message.pid, signal.SIGKILL)
+            case CheckObjective() | EndCheck():
+                self._checking.act(message)
             case LeaveOut():
                 self._leave_out(message.device)
             case OpenStore():
@@ -258,6 +266,8 @@ class Agent:
         elif pid == self._store_pid:
             self._store_pid = None
             self._channel.send(StoreLost(cause=cause, agent=self._name))
+        elif self._checking.exited(pid):
+            pass
         elif self._sharing is not None and self._sharing.exited(pid):
             if self._backoff.may_start_again(GIVER):
                 self._sharing.start()

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-import sysconfig
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGE = str(Path(__file__).parents[1])
-NOT_THE_USERS = (PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib")))
-
-_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a `class` statement
+from optuna_fleet.trainer.heartbeat import NOT_THE_USERS, PACKAGE
 
 
 def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
@@ -41,9 +36,3 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     if type(shown) is dict and sys.getrefcount(shown) <= 3:
         shown.clear()
     return found
-
-
-def is_users(kind: type) -> bool:
-    """Whether a class is of the user's own making."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return bool(kind.__flags__ & _CLASS) and not file.startswith(NOT_THE_USERS)

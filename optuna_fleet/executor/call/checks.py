@@ -1,0 +1,173 @@
+"""Has nodes check kinds of trials before their flight on several devices, and their moves."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from optuna_fleet.events import (
+    BeginCheck,
+    CheckAffordable,
+    CheckEnded,
+    DataRequested,
+    Event,
+    Launch,
+)
+from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
+from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.call.tally import DeviceLog
+from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.preflight.findings import Findings
+from optuna_fleet.preflight.records import Order
+from optuna_fleet.preflight.verdict import NotChecked, Verdict, told
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck
+
+_FIRST = (
+    "Trial {number} is checked: its objective's beginning runs several times in processes that "
+    "are thrown away, to see whether trials like it give the same on several devices, and when "
+    "they are moved (docs/results.md; FleetExecutor(preflight=False) does without)."
+)
+_FOUND = "Trials like trial {number}: {finding}. {advice}"
+
+
+class Checks:
+    """Those of one call, one at a time.
+
+    Args:
+        findings: What they have come to; outlives the call.
+        devices: When which device was there.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        job: Job,
+        ledger: Ledger,
+        copies: ObjectiveCopies,
+        findings: Findings,
+        devices: DeviceLog,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._runtime = runtime
+        self._job = job
+        self._ledger = ledger
+        self._copies = copies
+        self._findings = findings
+        self._devices = devices
+        self._clock = clock
+        self._order: BeginCheck | None = None
+        self._agent = ""  # that makes it, once it was asked
+        self._began = 0.0
+        self._spent_s = 0.0  # on all so far
+        self._is_affordable = True
+        self._told: set[str] = set()
+        self._traits: dict[int, frozenset[str]] = {}  # by trial
+
+    def note(self, number: int, message: DataRequested) -> DataRequested:
+        """A trial says what it is; return what the controller is to know: no traits, if off."""
+        if self._job.options.preflight is None:
+            return replace(message, model=replace(message.model, traits=frozenset()))
+        self._traits[number] = message.model.traits
+        return message
+
+    def begin(self, order: BeginCheck) -> None:
+        """Have a kind of trials be checked on a device."""
+        if not self._findings.all and self._spent_s == 0.0:
+            compat.fleet_logger.info(_FIRST.format(number=order.number))
+        self._order, self._agent, self._began = order, "", self._clock()
+        self._is_affordable = False
+        self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Ask the node, if it has the objective by now."""
+        if self._order is None or self._agent:
+            return
+        process = self._runtime.trainers.process_on(self._order.device)
+        objective_at = self._copies.on_device(self._order.device)
+        if process is None or objective_at is None:
+            return
+        self._agent = process.agent
+        assert self._job.options.preflight is not None
+        order = self._rehearsed(self._order.number, objective_at)
+        limit_s = self._job.options.preflight.limit_s
+        message = CheckObjective(order=pickle.dumps(order), first_limit_s=limit_s)
+        self._runtime.agents.tell(self._agent, message)
+
+    def _rehearsed(self, number: int, objective_at: str) -> Order:
+        study, job = self._ledger.study, self._job
+        facts = {
+            "study_name": study.study_name,
+            "user_attrs": study.user_attrs,
+            "directions": study.directions,
+            "direction": study.directions[0],
+        }
+        return Order(
+            objective_at=objective_at,
+            params=self._ledger.chosen(number),
+            study=facts,
+            maximize=job.maximize,
+            seed=job.options.seed,
+        )
+
+    def checked(self, message: Checked) -> list[Event]:
+        """A node has made a check."""
+        if self._order is None or message.agent != self._agent:
+            return []
+        verdict: Verdict = NotChecked(why="the process that makes the checks has died")
+        if message.verdict:
+            verdict = pickle.loads(message.verdict)  # by our own agent's child
+        order, self._order = self._order, None
+        self._spent_s += self._clock() - self._began
+        finding, advice = told(verdict)
+        if not (verdict.may_widen and verdict.may_move) and finding not in self._told:
+            self._told.add(finding)
+            text = _FOUND.format(number=order.number, finding=finding, advice=advice)
+            compat.fleet_logger.warning(text.strip())
+        found = verdict.finding(order.traits)
+        self._findings.keep(found)
+        return [CheckEnded(finding=found)]
+
+    def node_lost(self, devices: Collection[int]) -> list[Event]:
+        """A node is gone with these devices: what was checked there is begun again elsewhere."""
+        if self._order is None or self._order.device not in devices:
+            return []
+        self._order = None
+        self._is_affordable = True
+        return [CheckEnded(finding=None)]
+
+    def began_anew(self, launch: Launch) -> str:
+        """What begins anew where a trial goes on from its checkpoint; "" if nothing is known."""
+        if launch.checkpoint is None or not (traits := self._traits.get(launch.number)):
+            return ""
+        found = next((one for one in self._findings.all if one.traits == traits), None)
+        return "" if found is None or found.moves else found.text
+
+    # -- its share of the devices' time -----------------------------------------------------------
+
+    def _missing_s(self) -> float:
+        """Seconds for which all devices must still work, until the next one is affordable."""
+        assert self._job.options.preflight is not None
+        there_s = sum(self._devices.there_s(self._clock()).values())
+        return self._spent_s / self._job.options.preflight.share - there_s
+
+    def due(self) -> list[Event]:
+        """Whether another one may be made."""
+        if self._is_affordable or self._order is not None or self._missing_s() > 0:
+            return []
+        self._is_affordable = True
+        return [CheckAffordable()]
+
+    def waits_s(self) -> list[float]:
+        """Seconds until `due` may have more to tell."""
+        if self._is_affordable or self._order is not None:
+            return []
+        return [max(0.0, self._missing_s()) / max(1, len(self._runtime.nodes.devices)) + 0.01]
+
+    def end(self) -> None:
+        """The call is over."""
+        if self._agent and self._order is not None:
+            self._runtime.agents.tell(self._agent, EndCheck())

@@ -1,0 +1,97 @@
+"""Which trials may have several devices, and be moved, by what checks have found. Pure.
+
+A trial is cleared when checks that have passed have had all its traits between them. What nobody
+has checked counts as cleared until a plan would make use of that: then the plan is dropped, and a
+check is made of the trial's kind, one at a time. Meanwhile what is unchecked stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from optuna_fleet.alloc.problem import Plan
+from optuna_fleet.executor.deciding.trials import Trial
+from optuna_fleet.preflight.verdict import Finding
+
+
+class Clearance:
+    """That of one call.
+
+    Args:
+        findings: Of checks of this objective and these data sets; grows, and may outlive the call.
+
+    Attributes:
+        wanted: The trial whose kind is to be checked, or is being checked.
+        is_affordable: Another check may be made.
+    """
+
+    def __init__(self, findings: list[Finding] | None = None) -> None:
+        self.wanted: Trial | None = None
+        self.is_affordable = True
+        self._findings = [] if findings is None else findings
+
+    def may_widen(self, trial: Trial) -> bool:
+        """Whether a plan may give it several devices."""
+        return self._may(trial, self._widens(trial))
+
+    def may_move(self, trial: Trial) -> bool:
+        """Whether a plan may give it other devices than it has; if these go it moves anyway."""
+        return self._may(trial, self._moves(trial))
+
+    def _may(self, trial: Trial, found: bool | None) -> bool:
+        return self.is_affordable and self.wanted is None if found is None else found
+
+    def _widens(self, trial: Trial) -> bool | None:
+        """What is known of it: None if nothing is."""
+        return self._known(trial, [(one.traits, one.widens) for one in self._findings])
+
+    def _moves(self, trial: Trial) -> bool | None:
+        return self._known(trial, [(one.traits, one.moves) for one in self._findings])
+
+    def _known(self, trial: Trial, found: list[tuple[frozenset[str], bool]]) -> bool | None:
+        traits = frozenset() if trial.model is None else trial.model.traits
+        if not traits:
+            return True
+        for others, has_passed in reversed(found):
+            if others == traits:
+                return has_passed
+        passed = frozenset[str]().union(*(others for others, has_passed in found if has_passed))
+        return True if traits <= passed else None
+
+    def is_kept(self, plan: Plan, trials: Iterable[Trial]) -> bool:
+        """Whether a plan about these trials makes no use of what was not found out.
+
+        Else one of them is wanted to be checked, unless its kind is known to fail by now.
+        """
+        assignments = plan.assignments
+        unchecked: list[Trial] = []
+        is_kept = True
+        for trial in trials:
+            assignment = assignments.get(trial.number)
+            devices = set() if assignment is None else set(assignment.devices)
+            uses = [self._widens(trial)] if len(devices) > 1 else []
+            if trial.run is not None and devices != set(trial.run.devices):
+                uses.append(self._moves(trial))
+            is_kept &= all(uses)
+            if None in uses:
+                unchecked.append(trial)
+        if unchecked and self.wanted is None:
+            self.wanted = max(unchecked, key=self._num_new)
+        return is_kept
+
+    def _num_new(self, trial: Trial) -> int:
+        """How many traits a check of it would be the first to have."""
+        known = frozenset[str]().union(*(one.traits for one in self._findings))
+        return 0 if trial.model is None else len(trial.model.traits - known)
+
+    def begin(self) -> None:
+        """A check begins."""
+        self.is_affordable = False
+
+    def end(self, finding: Finding | None) -> None:
+        """The check that was wanted has ended."""
+        self.wanted = None
+        if finding is None:
+            self.is_affordable = True
+        else:
+            self._findings.append(finding)

@@ -1,0 +1,77 @@
+"""What checks have found of one objective and its data sets, kept with its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from optuna_fleet.checkpoints.file import replacing
+from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.preflight.verdict import Finding
+from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
+
+_PACKAGES = ("optuna-fleet", "torch", "numpy")
+
+
+class Findings:
+    """Those of one objective; they count as long as its code, data sets and torch are the same.
+
+    Args:
+        of: See `digest`.
+        path: Where they are kept; None for in this process only.
+
+    Attributes:
+        of: As given.
+        all: They; grows.
+    """
+
+    def __init__(self, of: str, path: Path | None = None) -> None:
+        self.all: list[Finding] = []
+        self.of = of
+        self._path = path
+        if of and path is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                kept = json.loads(path.read_text(encoding="utf-8"))
+                self.all += [_finding(one) for one in kept["findings"] if kept["of"] == of]
+
+    def keep(self, found: Finding) -> None:
+        """Keep one more."""
+        self.all.append(found)
+        if not self.of or self._path is None:
+            return
+        kept = {"of": self.of, "findings": [_plain(one) for one in self.all]}
+        with contextlib.suppress(OSError), replacing(self._path) as file:  # else it is made again
+            file.write(json.dumps(kept, indent=1).encode())
+
+
+def digest(objective: ObjectiveDigest, pipeline: PipelineSpec | None) -> str:
+    """What the same findings hold for; "" if that is not known."""
+    if not objective.whole:
+        return ""
+    data = [(one.name, one.num_samples) for one in pipeline.datasets] if pipeline else []
+    versions = [importlib.metadata.version(name) for name in _PACKAGES]
+    return hashlib.sha256(repr((objective.whole, data, versions)).encode()).hexdigest()
+
+
+def _plain(one: Finding) -> dict[str, object]:
+    return {
+        "traits": sorted(one.traits),
+        "widens": one.widens,
+        "moves": one.moves,
+        "text": one.text,
+    }
+
+
+def _finding(kept: dict[str, object]) -> Finding:
+    traits = kept["traits"]
+    assert isinstance(traits, Sequence)
+    return Finding(
+        traits=frozenset(map(str, traits)),
+        widens=kept["widens"] is True,
+        moves=kept["moves"] is True,
+        text=str(kept["text"]),
+    )

@@ -1,0 +1,198 @@
+"""Forks a process for each rank of each rehearsal, and waits for what they have noted.
+
+Of a process that has imported what they need, never uses torch itself, and is single-threaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from optuna_fleet.preflight.records import Ending, Order, Rehearsed
+from optuna_fleet.processes import cause_of_death, die_with
+from optuna_fleet.wire.node_messages import ProcessId, StoreReady
+
+_TICK_S = 1.0
+_GRACE_S = 5.0  # for ranks whose peer has failed
+_NICENESS = 5  # trials go first
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCHDYNAMO_DISABLE": "1",
+    # Trackers of experiments keep nothing of rehearsals.
+    "WANDB_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "COMET_DISABLE_AUTO_LOGGING": "1",
+    "COMET_MODE": "DISABLED",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How one rank's process has ended, and what it took."""
+
+    rehearsed: Rehearsed
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Child:
+    """One rank: `file` is where it leaves what it has noted."""
+
+    group: int
+    pid: int
+    pidfd: int
+    file: int
+    began: float = field(default_factory=time.monotonic)
+    ran: Ran | None = None
+
+
+class Rehearsals:
+    """Those of one process, which is for nothing else."""
+
+    def __init__(self) -> None:
+        self._store: StoreReady | None = None
+        self._store_socket: socket.socket | None = None
+        self._num_groups = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="optuna-fleet-")
+        os.environ.update(_ENVIRONMENT, MLFLOW_TRACKING_URI=f"file://{self._folder.name}")
+        if (compiler := sys.modules.get("torch._dynamo")) is not None:
+            compiler.config.disable = True
+        os.nice(_NICENESS)
+
+    def run(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Ran]]:
+        """Rehearse side by side, each order in a process of its own.
+
+        Args:
+            groups: Each is one rehearsal: the orders of its ranks.
+            limit_s: For each.
+        """
+        children = [
+            self._started(number, order)
+            for number, group in enumerate(map(self._with_store, groups))
+            for order in group
+        ]
+        _await(children, dict.fromkeys(range(len(groups)), limit_s))
+        return [
+            [child.ran for child in children if child.group == number and child.ran]
+            for number in range(len(groups))
+        ]
+
+    def _with_store(self, group: Sequence[Order]) -> list[Order]:
+        if len(group) == 1:
+            return list(group)
+        self._store = self._store or self._started_store()
+        self._num_groups += 1
+        name = f"preflight {self._num_groups}"
+        return [replace(order, store=self._store, group=name) for order in group]
+
+    def _started(self, group: int, order: Order) -> _Child:
+        file = os.memfd_create("rehearsed")
+
+        def main() -> None:
+            from optuna_fleet.preflight.rehearsal import rehearse
+
+            with open(file, "wb", closefd=False) as out:
+                pickle.dump(rehearse(order), out)
+
+        pid = _forked(main)
+        return _Child(group=group, pid=pid, pidfd=os.pidfd_open(pid), file=file)
+
+    def _started_store(self) -> StoreReady:
+        """Start the process that keeps the store where ranks find each other."""
+        ours, theirs = socket.socketpair()
+
+        def main() -> None:
+            from optuna_fleet.trainer.groups import serve_store
+
+            ours.close()
+            store, port = serve_store("127.0.0.1")
+            theirs.send(str(port).encode())
+            theirs.recv(1)  # until this process ends
+            del store
+
+        pid = _forked(main)
+        theirs.close()
+        port = int(ours.recv(64))
+        self._store_socket = ours
+        return StoreReady(host="127.0.0.1", port=port, process=ProcessId("preflight", pid))
+
+
+def _await(children: Sequence[_Child], deadlines: dict[int, float]) -> None:
+    """Wait until all have ended: each before its group's deadline, or they are ended."""
+    now, looked = 0.0, time.monotonic()
+    while running := [child for child in children if child.ran is None]:
+        wait_s = min(deadlines[child.group] for child in running) - now
+        pidfds = [child.pidfd for child in running]
+        ready = select.select(pidfds, [], [], min(max(0.0, wait_s), _TICK_S))[0]
+        # A machine that stands still, or is suspended, is no fault of theirs.
+        before, looked = looked, time.monotonic()
+        now += min(looked - before, 2 * _TICK_S)
+        for child in running:
+            is_late = now >= deadlines[child.group]
+            if child.pidfd in ready or is_late:
+                child.ran = _ended(child, is_late=child.pidfd not in ready)
+                if not child.ran.rehearsed.is_whole:
+                    soon = min(deadlines[child.group], now + _GRACE_S)
+                    deadlines[child.group] = soon
+
+
+def _ended(child: _Child, *, is_late: bool) -> Ran:
+    with contextlib.suppress(ProcessLookupError):  # with what it has started
+        os.killpg(child.pid, signal.SIGKILL)
+    os.kill(child.pid, signal.SIGKILL)  # if it has not begun
+    _, status, usage = os.wait4(child.pid, 0)
+    cause = cause_of_death(os.waitstatus_to_exitcode(status))
+    rehearsed = Rehearsed(ending=Ending.DIED, problem=f"its process ended by {cause}")
+    if is_late:
+        rehearsed = Rehearsed(ending=Ending.LATE, problem="it did not end in time")
+    elif os.waitstatus_to_exitcode(status) == 0:
+        with open(child.file, "rb", closefd=False) as file, contextlib.suppress(Exception):
+            file.seek(0)
+            rehearsed = pickle.load(file)  # from our own child
+    os.close(child.pidfd)
+    os.close(child.file)
+    wall_s = time.monotonic() - child.began
+    return Ran(rehearsed=rehearsed, wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime)
+
+
+def _forked(main: Callable[[], object]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(parent, main)
+    return pid
+
+
+def _become(parent: int, main: Callable[[], object]) -> NoReturn:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with(parent)
+        if "OPTUNA_FLEET_PREFLIGHT_SPEAKS" not in os.environ:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in range(3):
+                os.dup2(nowhere, stream)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        main()
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)

@@ -1,1 +1,0 @@
-"""Finds losses that can't be split over ranks."""
