@@ -1,8 +1,8 @@
 """What happened (events, past facts) and what to do about it (instructions, imperatives).
 
-The controller turns the one into the other and does nothing else; the driver, and later the
-replay, carry the instructions out. A *run* is one stay of a trial on a set of devices; its id is
-never used twice, so what an ended run still says can be told apart and dropped.
+The controller turns the one into the other; driver and replay carry the instructions out. A *run*
+is one stay of a trial on some devices; its id is never used twice, so what an ended run still says
+can be dropped.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class RunLingers:
 class DeviceLost:
     """The trainer of a device died; what ran there is lost, and a successor is expected.
 
-    `by_order` when the driver killed it because another rank of its run had failed, `with_node`
-    when its whole node was taken: that does not count against the trial.
+    `by_order` when the driver killed it as another rank of its run had failed, `with_node` when
+    its node was taken: that does not count against the trial.
     """
 
     device: int
@@ -210,8 +210,7 @@ class DeviceLeaving:
 class DeviceGone:
     """A device is no part of the fleet until it joins anew; the event may be repeated.
 
-    It is left out for good, or its node has left: what may still run there, or is lost at this
-    moment, is lost with the node.
+    It is left out, or its node has left: what still runs there, or is lost now, is lost with it.
     """
 
     device: int

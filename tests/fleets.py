@@ -235,14 +235,14 @@ class ScriptableFleet(FleetExecutor):
     controller: type[ScriptedController] = ScriptedController
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"preflight": False, **kwargs})
         runner: Any = self._runner
         self._not_scripted = runner._new_controller
         runner._new_controller = self._new_controller
 
-    def _new_controller(self, runtime: Any, *rest: Any) -> Any:
+    def _new_controller(self, runtime: Any, findings: Any) -> Any:
         if self.script is None:
-            return self._not_scripted(runtime, *rest)
+            return self._not_scripted(runtime, findings)
         script, self.script = self.script, None
         controller = self.controller(script, runtime.run_ids)
         self.events = controller.events

@@ -20,7 +20,7 @@ from optuna_fleet.preflight.comparison import (
     differences,
     unlike,
 )
-from optuna_fleet.preflight.records import Ending, Key, Order, Record, Rehearsed
+from optuna_fleet.preflight.records import Ending, Key, Order, Rehearsed
 from optuna_fleet.preflight.rehearsals import Ran
 from optuna_fleet.preflight.verdict import (
     Free,
@@ -105,8 +105,6 @@ class Check:
             seen = set[Key]().union(*(rank.record for rank in ranks))
             by_width = {key: size for key, size in by_width.items() if key in seen}
         by_move = unlike(alone.record, moved.record) if moved.is_whole else {}
-        if moved.tells_resumed:  # what holds the answer is meant to differ
-            by_move = {k: s for k, s in by_move.items() if not _may_be_answer(k, moved.record)}
         if by_width or by_move:
             ((again,),) = self._ran([[self.order]], limit_s)
             unsteady = unlike(alone.record, again.record)
@@ -143,11 +141,6 @@ def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
 def _without_places(key: Key) -> tuple[str, str]:
     """What it is of, whichever item of a list: times are equal by chance."""
     return key.kind, re.sub(r"\[-?\d+\]", "[]", key.name)
-
-
-def _may_be_answer(key: Key, record: Record) -> bool:
-    """Whether it is a variable like ``resume = "must" if trial.is_resumed else "never"``."""
-    return key.kind == "variable" and isinstance(record.get(key), bool | str)
 
 
 def _problem(failed: Sequence[Rehearsed]) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dis
 import inspect
 import traceback
-from collections.abc import Iterator
-from types import FrameType
 
 from optuna_fleet.preflight.frames import users_frames
 
-_LOOPS = frozenset({"epochs", "steps"})
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 def is_last_loop() -> bool:
@@ -18,26 +16,13 @@ def is_last_loop() -> bool:
 
     Then the objective is left, as what follows would be done for nothing: a model saved, say.
     """
+    sought = {"epochs", "steps"}
     frames = users_frames(frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
-    inner = _LOOPS
     for frame in reversed(frames):
-        if not inner.isdisjoint(_names_to_come(frame)):
+        here, code = frame.f_lasti, list(dis.get_instructions(frame.f_code))
+        jumps = [one.argval for one in code if one.offset > here and one.opcode in _JUMPS]
+        begin = min([here + 1, *jumps])  # of an outer loop, whose end jumps there
+        if any(one.argval in sought for one in code if here != one.offset >= begin):
             return False
-        inner = _LOOPS | {frame.f_code.co_name}
+        sought.add(frame.f_code.co_name)
     return True
-
-
-def _names_to_come(frame: FrameType) -> Iterator[str]:
-    """Yield the names that may still be looked up: also those before, in a loop around here."""
-    here = frame.f_lasti
-    instructions = list(dis.get_instructions(frame.f_code))
-    back = [
-        one.argval
-        for one in instructions
-        if one.offset > here and one.opcode in dis.hasjrel and "BACKWARD" in one.opname
-        if isinstance(one.argval, int) and one.argval < here
-    ]
-    begin = min(back, default=here + 1)
-    for one in instructions:
-        if one.offset >= begin and one.offset != here and isinstance(one.argval, str):
-            yield one.argval

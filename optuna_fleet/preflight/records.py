@@ -20,12 +20,12 @@ KINDS = (
 )
 """Of what is noted; of several at one moment the first causes the others."""
 
-END = 1 << 20
-"""As a moment: the end of a mini-epoch."""
+BEGIN, END = 0, 1 << 20
+"""As moments: the beginning of a mini-epoch, and its end."""
 
 
 class Key(NamedTuple):
-    """What was noted when: loop from 1, mini-epoch, and 0 or a step from 1 or `END` of that."""
+    """What was noted when: loop from 1, mini-epoch, and a step of it from 1, `BEGIN` or `END`."""
 
     loop: int
     epoch: int
@@ -41,22 +41,22 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A tensor, small enough to be kept.
+    """Numbers, small enough to be kept, and equal if all of them are.
 
     Attributes:
-        digest: Of its bytes.
-        shape: Its own.
-        numbers: Its numbers; of a large one sums with random signs of parts of these.
+        digest: Of all.
+        shape: Of the tensor.
+        numbers: The same; of many, sums of parts of them with random signs.
         largest: The largest number's absolute value.
     """
 
     digest: bytes
-    shape: tuple[int, ...]
-    numbers: npt.NDArray[np.float64]
-    largest: float
+    shape: tuple[int, ...] = field(compare=False)
+    numbers: npt.NDArray[np.float64] = field(compare=False)
+    largest: float = field(compare=False)
 
 
-Value: TypeAlias = Sketch | bool | int | float | complex | str | None
+Value: TypeAlias = Sketch | str | None
 Record: TypeAlias = dict[Key, Value]
 
 
@@ -110,34 +110,32 @@ class Ending(Enum):
     LATE = "late"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Rehearsed:
     """What a rank has noted.
 
     Attributes:
+        ending: How it ended.
         problem: Why it ended so, in a sentence.
         traceback: If it has raised.
-        params: What was suggested.
+        record: What there was.
+        params: What was suggested; of choices that are objects the position.
         num_steps: Of optimizers.
         num_epochs: Mini-epochs begun.
         sizes: Those of the batches that were read.
-        num_moves: How often it was moved.
         refused: Why it could not be moved.
-        tells_resumed: The objective has asked whether it is resumed.
-        is_rough: Numbers of less precision than float32 are in it.
+        is_rough: Numbers of less precision than float32 were computed.
     """
 
-    ending: Ending
-    record: Record = field(default_factory=dict)
+    ending: Ending = Ending.RETURNED
     problem: str = ""
     traceback: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
     num_steps: int = 0
     num_epochs: int = 0
-    sizes: frozenset[int] = frozenset()
-    num_moves: int = 0
+    sizes: set[int] = field(default_factory=set)
     refused: str = ""
-    tells_resumed: bool = False
     is_rough: bool = False
 
     @property

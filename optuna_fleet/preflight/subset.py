@@ -10,6 +10,7 @@ from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
+from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.preflight.precision import in_double
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.records import Order
@@ -19,23 +20,24 @@ from optuna_fleet.wire.packing import unpack
 class Data(InlineClient):
     """A few batches of each pass, always of the same samples, the last batch of an odd size.
 
+    Args:
+        spec: Of the data sets.
+        order: Says how much of them.
+        noise: Is off while samples are made.
+
     Attributes:
-        sizes: Of the batches that were read.
+        begin_pass: Called as each pass begins.
     """
 
-    def __init__(self, order: Order, noise: QuietNoise, begin_pass: Callable[[], None]) -> None:
-        assert order.spec is not None
+    def __init__(self, spec: PipelineSpec, order: Order, noise: QuietNoise) -> None:
         assert order.payload is not None
         source = order.payload.load()
         source = replace(source, generators=payload.generators_in(source))
-        collates = {
-            each.name: unpack(each.collate) for each in order.spec.datasets if each.collate
-        }
-        super().__init__(order.spec, source, collates)
-        self.sizes: set[int] = set()
+        collates = {each.name: unpack(each.collate) for each in spec.datasets if each.collate}
+        super().__init__(spec, source, collates)
+        self.begin_pass: Callable[[ReadPlan], object] = lambda plan: None
         self._order = order
         self._noise = noise
-        self._begin_pass = begin_pass
         self._made_samples: dict[tuple[str, int], Any] = {}
 
     def read(self, name: str, **arguments: Any) -> Batches[Batch]:
@@ -45,14 +47,16 @@ class Data(InlineClient):
         return Batches(replace(plan, num_samples=_subset(plan, full)), self._made_of)
 
     def _made_of(self, plan: ReadPlan) -> Iterator[Batch]:
-        self._begin_pass()
+        self.begin_pass(plan)
         for batch in super()._made(plan):
-            self.sizes.add(batch.global_size)
             yield replace(batch, data=in_double(batch.data)) if self._order.is_double else batch
 
     def _batch(self, plan: ReadPlan, step: int) -> Batch:
-        with self._noise.paused():
+        was, self._noise.is_on = self._noise.is_on, False
+        try:
             return super()._batch(plan, step)
+        finally:
+            self._noise.is_on = was
 
     def _sample(self, plan: ReadPlan, position: int) -> Any:
         # In each mini-epoch in another place, or a rank would always have the same.

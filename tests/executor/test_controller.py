@@ -18,6 +18,9 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    BeginCheck,
+    CheckAffordable,
+    CheckEnded,
     CheckpointSaved,
     DataRequested,
     DeviceGone,
@@ -59,6 +62,7 @@ from optuna_fleet.executor.deciding.trials import (
     Stage,
     Status,
 )
+from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 
 
@@ -67,7 +71,7 @@ def joined(device: int) -> DeviceJoined:
 
 
 def reached(
-    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32, **more: int
+    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32, **more: Any
 ) -> DataRequested:
     model = Model(structure=structure, resumable=resumable, max_devices=max_devices, **more)
     return DataRequested(run_id=run_id, model=model)
@@ -111,6 +115,7 @@ class World:
         self.unanswered: list[Allocate] = []
         self.resting: set[int] = set()
         self.yielding: set[int] = set()
+        self.check: BeginCheck | None = None  # under way
         for device in self.devices:
             self.tell(DeviceJoined(device=device))
 
@@ -133,12 +138,18 @@ class World:
                 self.budget -= 1
                 return [TrialProposed(number=next(self.numbers))]
             case Launch():
-                assert not set(instruction.devices) & set(self.busy), "a device is used twice"
+                checked_on = {self.check.device} if self.check else set()
+                used = {*self.busy, *checked_on}
+                assert not set(instruction.devices) & used, "a device is used twice"
                 assert len(set(instruction.devices)) == len(instruction.devices)
                 flying = [run.number for run in self.runs.values()]
                 assert instruction.number not in flying, "a trial flies twice"
                 self.runs[instruction.run_id] = instruction
                 self.busy.update(dict.fromkeys(instruction.devices, instruction.run_id))
+            case BeginCheck():
+                assert self.check is None, "two checks at once"
+                assert instruction.device not in self.busy, "a device is used twice"
+                self.check = instruction
             case Allocate():
                 self.unanswered.append(instruction)
             case AnswerEpoch():
@@ -167,6 +178,12 @@ class World:
         while self.unanswered:
             self.decide()
 
+    def checked(self, *, widens: bool = True, moves: bool = True) -> list[Any]:
+        """The check under way has come to this."""
+        assert self.check is not None
+        traits, self.check = self.check.traits, None
+        return self.tell(CheckEnded(finding=Finding(traits=traits, widens=widens, moves=moves)))
+
     def end(self, run_id: int, ending: Ending = Ending.RETURNED) -> list[Any]:
         """All ranks of a run end."""
         launch = self.runs.pop(run_id)
@@ -189,16 +206,18 @@ class World:
 
 
 def play_out(
-    world: World, rng: random.Random, *, structures: int = 2**32, spanning: int = 0
+    world: World, rng: random.Random, *, structures: int = 2**32, spanning: int = 0, kinds: int = 0
 ) -> None:
     """Let anything happen that can, in any order, until all trials have ended.
 
-    Every second trial spans device types if `spanning`, and needs so many devices at most.
+    Every second trial spans device types if `spanning`, and needs so many devices at most. They
+    are of so many `kinds`, of which some fail their checks.
     """
     for _ in range(3000):
         if world.controller.finished:
             break
         choices = [("decide", 0)] if world.unanswered else []
+        choices += [("check", 0)] if world.check else [("afford", 0)] if kinds else []
         choices += [
             (what, run)
             for run in world.runs
@@ -211,16 +230,10 @@ def play_out(
         match what:
             case "decide":
                 world.decide()
+            case "afford" | "check":
+                _play_check(world, rng)
             case "reach":
-                resumable = rng.random() < 0.8
-                spans = spanning > 0 and world.runs[run_id].number % 2 == 1
-                least = min(world.runs[run_id].number, spanning) if spans else 1
-                of_it = {"min_devices": least, "spans_types": spans}
-                world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable, **of_it))
-                if least > len(world.runs[run_id].devices):
-                    world.end(run_id, Ending.YIELDED)
-                    continue
-                world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
+                _play_start(world, rng, run_id, structures, spanning, kinds)
             case "epoch":
                 world.resting.add(run_id)
                 world.tell(epoch_ended(run_id))
@@ -231,6 +244,33 @@ def play_out(
             case "lose":
                 world.lose(run_id)
     assert world.controller.finished
+
+
+def _play_check(world: World, rng: random.Random) -> None:
+    if world.check is None:
+        world.tell(CheckAffordable())
+    elif rng.random() < 0.2:
+        world.check = None
+        world.tell(CheckEnded(finding=None))
+    else:
+        world.checked(widens=rng.random() < 0.7, moves=rng.random() < 0.7)
+
+
+def _play_start(
+    world: World, rng: random.Random, run_id: int, structures: int, spanning: int, kinds: int
+) -> None:
+    resumable = rng.random() < 0.8
+    number = world.runs[run_id].number
+    spans = spanning > 0 and number % 2 == 1
+    least = min(number, spanning) if spans else 1
+    of_it: dict[str, Any] = {"min_devices": least, "spans_types": spans}
+    if kinds and least == 1:
+        of_it["traits"] = frozenset({f"{number % kinds}"})
+    world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable, **of_it))
+    if least > len(world.runs[run_id].devices):
+        world.end(run_id, Ending.YIELDED)
+    else:
+        world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
 
 
 def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:

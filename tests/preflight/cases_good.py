@@ -33,6 +33,7 @@ from tests.preflight.table import (
     UNCHECKED,
     Table,
     bigrams,
+    mean_of_classes,
     network,
     prepared,
     scorer,
@@ -185,10 +186,6 @@ def weighs_and_accumulates(trial: Any) -> None:
 
 
 # -- optimizers, with and without BatchNorm -------------------------------------------------------
-
-
-def mean_of_classes(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
 
 
 def _is_for_all(kind: type) -> bool:
@@ -499,6 +496,19 @@ def stops_by_its_state(trial: Any) -> float:
         if best["bad"] == 5:
             break
     return best["loss"]
+
+
+@GOOD.case(ANY)
+def keeps_its_best_as_an_attribute(trial: Any) -> float:
+    """Of the study's, which has it wherever the trial is."""
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        best = min(trial.user_attrs.get("best", math.inf), validation_loss(trial, model))
+        trial.set_user_attr("best", best)
+        optimizer.param_groups[0]["lr"] = 0.1 * best
+    return trial.user_attrs["best"]
 
 
 @GOOD.case(ANY)

@@ -34,6 +34,7 @@ from tests.preflight.table import (
     Case,
     Table,
     bigrams,
+    mean_of_classes,
     network,
     prepared,
     scorer,
@@ -294,14 +295,10 @@ class SpreadOfTheBatch(nn.Module):
         return x * x.std(0, unbiased=False).mean()
 
 
-def _cross_entropy(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
 for _layer in (NormByHand, SpreadOfTheBatch):
     WRONG.add(
         f"layer: {_layer.__name__}",
-        trains(_cross_entropy, lambda layer=_layer: network(layer()), drop_last=True),
+        trains(mean_of_classes, lambda layer=_layer: network(layer()), drop_last=True),
         *(ONE, "gradient"),
     )
 
@@ -524,7 +521,7 @@ for _kind, _shape, _words in (
 ):
     WRONG.add(
         f"buffer: {_kind.__name__}",
-        trains(_cross_entropy, functools.partial(_kind, *_shape)),
+        trains(mean_of_classes, functools.partial(_kind, *_shape)),
         *(ONE, _words),
     )
 
@@ -970,7 +967,7 @@ for _name, (_start, _use) in ATTRIBUTES.items():
     def _make(start: Any = _start, use: Any = _use) -> nn.Module:
         return Remembers(start(), use)
 
-    WRONG.add(f"attribute: {_name}", trains(_cross_entropy, _make), STAYS, "past")
+    WRONG.add(f"attribute: {_name}", trains(mean_of_classes, _make), STAYS, "past")
 
 
 @WRONG.case(STAYS, "centre")
@@ -1148,7 +1145,7 @@ def counts_in_a_trainer(trial: Any) -> None:
 _CALLS = [0]
 
 
-@WRONG.case(STAYS, "learning rate")
+@WRONG.case(STAYS, "_CALLS")
 def counts_in_a_global(trial: Any) -> None:
     """A process that has had the trial before would go on counting: it must not be the same."""
     model, optimizer = prepared(trial, scorer())
@@ -1157,6 +1154,34 @@ def counts_in_a_global(trial: Any) -> None:
             _CALLS[0] += 1
             optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
             step(optimizer, F.cross_entropy(model(x), y))
+
+
+class Calls:
+    number = 0
+
+
+@WRONG.case(STAYS, "learning rate")
+def counts_in_a_class(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            Calls.number += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / Calls.number
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+_best = math.inf
+
+
+@WRONG.case(STAYS, "_best")
+def best_in_a_global(trial: Any) -> float:
+    global _best
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        _best = min(_best, validation_loss(trial, model))
+    return _best
 
 
 @WRONG.case(STAYS)

@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from typing import Any
 
 
 class MemoryFile:
@@ -31,6 +32,10 @@ class MemoryFile:
         made = cls(len(data))
         made.data[:] = data
         return made
+
+    def __reduce__(self) -> Any:
+        """Pickled with what is in it."""
+        return MemoryFile.of, (bytes(self.data),)
 
     @property
     def data(self) -> memoryview:
