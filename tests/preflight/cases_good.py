@@ -831,6 +831,28 @@ def random_numbers_of_all_kinds(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(mask * x + 0.1 * noise), y))
 
 
+@GOOD.loss(ANY, make=network)
+def draws_by_torch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    steps = torch.randint(0, 10, (len(x), 1)) / 10
+    noise = torch.randn_like(x) + torch.poisson(torch.ones_like(x)) + x.clone().exponential_()
+    chosen = torch.multinomial(x.abs() + 0.1, 2).sum(1, keepdim=True)
+    share = torch.distributions.Beta(0.4, 0.4).sample()
+    hidden = torch.distributions.Normal(model.encoder(x + steps * noise), 1.0).rsample()
+    actions = torch.distributions.Categorical(logits=model.scorer(hidden)).sample()
+    return F.cross_entropy(F.gumbel_softmax(model(share * x)) + 0.1 * chosen, actions)
+
+
+@GOOD.loss(ANY)
+def draws_by_python_and_numpy(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    size = len(x)
+    noise = np.random.randn(size, 6) + np.random.uniform(size=(size, 1)) + np.random.beta(0.4, 0.4)
+    order = np.random.permutation(size)[random.sample(range(size), size)]
+    np.random.shuffle(order)
+    weights = [random.gauss(0, 1) + random.randint(0, 9) + random.betavariate(2, 3) for _ in x]
+    weights = torch.tensor(weights)[:, None] + np.random.choice(random.choices([1, 2, 3], k=9))
+    return F.cross_entropy(model((x + torch.tensor(noise))[order] * weights), y[order])
+
+
 # -- examples, on little data ---------------------------------------------------------------------
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
