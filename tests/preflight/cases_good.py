@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
+from tqdm import tqdm
 
 from tests.behaviour import losses, objectives, test_steps
 from tests.behaviour import test_torch_objects as torch_objects
@@ -724,6 +725,16 @@ def asks_for_its_locals(trial: Any) -> None:
         assert settings["rate"] == rate
         for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y))
+
+
+@GOOD.case(ANY)
+def shows_bars(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    epochs, batches = tqdm(trial.epochs(EPOCHS)), tqdm(total=100)
+    for _ in epochs:
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            batches.update()
 
 
 @GOOD.case(ANY)
