@@ -20,7 +20,8 @@ def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
     found: list[FrameType] = []
     for frame in frames:
         path = frame.f_code.co_filename
-        if not path.startswith(NOT_THE_USERS) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        is_users = not path.startswith(NOT_THE_USERS) and "-packages/" not in path  # site-, dist-
+        if is_users and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             found.append(frame)
         elif found and path.startswith(PACKAGE):
             break
