@@ -36,6 +36,11 @@ Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Ran]]]
 
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
 _PATIENCE = 5.0
+_MAY_BE_TIMES = (
+    "variable",
+    "state of the object",
+    "trial.state",
+)  # what they lead to is noted too
 
 
 @dataclass(slots=True)
@@ -106,10 +111,11 @@ class Check:
         if by_width or by_move:
             ((again,),) = self._ran([[self.order]], limit_s)
             unsteady = unlike(alone.record, again.record)
-            if any(key.kind != "variable" for key in unsteady) or not again.is_whole:
+            if any(key.kind not in _MAY_BE_TIMES for key in unsteady) or not again.is_whole:
                 return NotRepeatable(differences=differences(unsteady))
             names = {(key.kind, key.name) for key in unsteady}
             by_move = {k: size for k, size in by_move.items() if (k.kind, k.name) not in names}
+            by_width = {k: size for k, size in by_width.items() if (k.kind, k.name) not in names}
         moves = _moves(by_move, moved)
         if by_width or failed:
             problem = _problem(failed)

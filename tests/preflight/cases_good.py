@@ -728,6 +728,17 @@ def asks_for_its_locals(trial: Any) -> None:
 
 
 @GOOD.case(ANY)
+def notes_times_in_its_state(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    times = trial.state.setdefault("times", [])
+    for _ in trial.epochs(EPOCHS):
+        began = time.perf_counter()
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        times.append(trial.mean(time.perf_counter() - began))
+
+
+@GOOD.case(ANY)
 def shows_bars(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     epochs, batches = tqdm(trial.epochs(EPOCHS)), tqdm(total=100)
