@@ -20,14 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from optuna_fleet.preflight.frames import users_frames, variables_of
-from optuna_fleet.preflight.records import (
-    BEGIN,
-    END,
-    Key,
-    Rehearsed,
-    Sketch,
-    Value,
-)
+from optuna_fleet.preflight.records import BEGIN, END, Key, Rehearsed, Sketch, Value
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
 _MOST_NUMBERS = 1024
@@ -35,8 +28,11 @@ _MOST_ITEMS = 50
 _DEPTH = 5
 _LEAVES = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, type(None))
 _MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
+_NOT_LOOKED_INTO = (  # what only shows or carries things
+    *("optuna", "logging", "threading", "queue", "torch.utils", "torch._", "builtins"),
+    *("tqdm", "rich", "tensorboard", "wandb", "mlflow", "neptune", "comet", "clearml", "aim"),
+)
 _OURS = "optuna_fleet.integrations"
-_NOT_LOOKED_INTO = ("optuna", "logging", "threading", "torch.utils.data", "torch._", "builtins")
 _PREPARED = "prepared"  # as a kind: that of each part
 
 Leaves = Iterator[tuple[str, str, Any]]

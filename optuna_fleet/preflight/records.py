@@ -66,6 +66,7 @@ class Order:
 
     Attributes:
         objective_at: Where it is.
+        objective_id: Which it is there.
         params: What is suggested; None for what is drawn.
         study: Name, direction and so on, which the objective may ask for.
         maximize: As of `RunTrial`.
@@ -81,6 +82,7 @@ class Order:
     """
 
     objective_at: str
+    objective_id: int
     params: Mapping[str, Any] | None
     study: Mapping[str, Any]
     maximize: bool | None

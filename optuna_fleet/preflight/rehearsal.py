@@ -87,7 +87,7 @@ class Scene:
             rank=order.rank,
             world_size=order.world_size,
             seed=order.seed,
-            objective_id=0,
+            objective_id=order.objective_id,
             objective_at=order.objective_at,
             measure=False,
             group=order.group,

@@ -109,6 +109,7 @@ class Checker:
         with _kept(objective) as objective_at:
             order = Order(
                 objective_at=objective_at,
+                objective_id=0,
                 spec=None if pipeline is None else pipeline.spec(),
                 payload=None if pipeline is None else self._payload(pipeline),
                 params=params,

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
+from tqdm import tqdm
 
 from tests.behaviour import losses, objectives, test_steps
 from tests.behaviour import test_torch_objects as torch_objects
@@ -727,6 +728,27 @@ def asks_for_its_locals(trial: Any) -> None:
 
 
 @GOOD.case(ANY)
+def notes_times_in_its_state(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    times = trial.state.setdefault("times", [])
+    for _ in trial.epochs(EPOCHS):
+        began = time.perf_counter()
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+        times.append(trial.mean(time.perf_counter() - began))
+
+
+@GOOD.case(ANY)
+def shows_bars(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    epochs, batches = tqdm(trial.epochs(EPOCHS)), tqdm(total=100)
+    for _ in epochs:
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+            batches.update()
+
+
+@GOOD.case(ANY)
 def centre_is_averaged_over_the_ranks(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     centre = trial.state.setdefault("centre", torch.zeros(3))
@@ -829,6 +851,28 @@ def random_numbers_of_all_kinds(trial: Any) -> None:
             noise = random.gauss(0, 1) + np.random.rand() + float(np.random.normal())
             mask = torch.bernoulli(torch.full_like(x, 0.8))
             step(optimizer, F.cross_entropy(model(mask * x + 0.1 * noise), y))
+
+
+@GOOD.loss(ANY, make=network)
+def draws_by_torch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    steps = torch.randint(0, 10, (len(x), 1)) / 10
+    noise = torch.randn_like(x) + torch.poisson(torch.ones_like(x)) + x.clone().exponential_()
+    chosen = torch.multinomial(x.abs() + 0.1, 2).sum(1, keepdim=True)
+    share = torch.distributions.Beta(0.4, 0.4).sample()
+    hidden = torch.distributions.Normal(model.encoder(x + steps * noise), 1.0).rsample()
+    actions = torch.distributions.Categorical(logits=model.scorer(hidden)).sample()
+    return F.cross_entropy(F.gumbel_softmax(model(share * x)) + 0.1 * chosen, actions)
+
+
+@GOOD.loss(ANY)
+def draws_by_python_and_numpy(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    size = len(x)
+    noise = np.random.randn(size, 6) + np.random.uniform(size=(size, 1)) + np.random.beta(0.4, 0.4)
+    order = np.random.permutation(size)[random.sample(range(size), size)]
+    np.random.shuffle(order)
+    weights = [random.gauss(0, 1) + random.randint(0, 9) + random.betavariate(2, 3) for _ in x]
+    weights = torch.tensor(weights)[:, None] + np.random.choice(random.choices([1, 2, 3], k=9))
+    return F.cross_entropy(model((x + torch.tensor(noise))[order] * weights), y[order])
 
 
 # -- examples, on little data ---------------------------------------------------------------------

@@ -107,6 +107,7 @@ class Checks:
         }
         return Order(
             objective_at=objective_at,
+            objective_id=job.objective_id,
             params=self._ledger.chosen(number),
             study=facts,
             maximize=job.maximize,

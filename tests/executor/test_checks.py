@@ -1,0 +1,154 @@
+"""Sweeps whose trials are checked before they get several devices, or are moved."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from torch.nn import functional
+
+from optuna_fleet import FleetConfigError, FleetExecutor, Preflight
+from optuna_fleet.sampler_bridge.records import flights_of
+from tests.fleets import small_model, small_pipeline
+
+FOREVER = 100_000  # epochs; trials end when what is tested has come
+
+
+def prepared(trial: Any) -> Any:
+    model = small_model()
+    return trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+def trains(trial: Any, model: Any, optimizer: Any, weight: Any = None) -> None:
+    for x, y in trial.batches("train", batch_size=10):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y, weight=weight).backward()
+        optimizer.step()
+
+
+def until_wide(trial: Any, weight: Any = None) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(FOREVER):
+        trains(trial, model, optimizer, weight)
+        if trial.world_size == 2 and not trial.is_preflight:
+            break
+    return 0.0
+
+
+class UntilTold:
+    """An objective that trains a little longer than until a check has come to something."""
+
+    def __init__(self, flag: Path, train: Callable[..., Any]) -> None:
+        self.flag = flag
+        self.train = train
+
+    def __call__(self, trial: Any) -> float:
+        model, optimizer = prepared(trial)
+        remaining = 20
+        for _ in trial.epochs(FOREVER):
+            self.train(trial, model, optimizer)
+            remaining -= self.flag.exists()
+            if trial.sum(remaining) <= 0:
+                break
+        return 0.0
+
+
+def weighs_classes(trial: Any, model: Any, optimizer: Any) -> None:
+    trains(trial, model, optimizer, weight=torch.tensor([1.0, 2.0, 5.0]))
+
+
+def kills_the_check(trial: Any, model: Any, optimizer: Any) -> None:
+    if trial.is_preflight:
+        os.kill(os.getppid(), signal.SIGKILL)
+    trains(trial, model, optimizer)
+
+
+@contextmanager
+def listening(flag: Path | None = None) -> Iterator[list[str]]:
+    """What is told; once it is about a check's outcome the flag is there."""
+    lines: list[str] = []
+
+    def hear(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if flag is not None and "Trials like trial" in lines[-1]:
+            flag.touch()
+
+    handler = logging.Handler()
+    handler.emit = hear  # type: ignore[method-assign]
+    logger = logging.getLogger("optuna")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def sweep(objective: Any, flag: Path | None = None, **options: Any) -> tuple[list[int], str]:
+    """One trial on two devices: on how many it was, flight by flight, and what was told."""
+    study = optuna.create_study(study_name="checked")
+    given = {"devices": 2, "device_type": "cpu", "policy": "equal-split", **options}
+    with FleetExecutor(small_pipeline(), **given) as fleet, listening(flag) as told:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    return [len(flight["devices"]) for flight in flights_of(study)[0]], "\n".join(told)
+
+
+def test_what_passes_its_check_gets_several_devices_and_is_checked_once(tmp_path: Path) -> None:
+    widths, told = sweep(until_wide, checkpoints=tmp_path)
+    assert widths == [1, 2]
+    assert told.count("is checked: its objective's beginning runs several times") == 1
+    widths, told = sweep(until_wide, checkpoints=tmp_path)
+    assert widths[-1] == 2
+    assert "is checked" not in told
+
+
+def test_a_damaged_record_of_checks_is_made_anew(tmp_path: Path) -> None:
+    sweep(until_wide, checkpoints=tmp_path)
+    (kept,) = tmp_path.glob("*/checks.json")
+    kept.write_bytes(kept.read_bytes()[:50])
+    widths, told = sweep(until_wide, checkpoints=tmp_path)
+    assert widths == [1, 2]
+    assert "is checked" in told
+
+
+def test_what_fails_its_check_stays_on_one_device_and_the_user_is_told_why(tmp_path: Path) -> None:
+    flag = tmp_path / "told"
+    widths, told = sweep(UntilTold(flag, weighs_classes), flag)
+    assert widths == [1]
+    assert told.count("Trials like trial 0: one device: on several the gradient") == 1
+    assert "trial.weighted" in told
+
+
+def test_a_check_that_dies_leaves_the_trial_on_one_device(tmp_path: Path) -> None:
+    flag = tmp_path / "told"
+    widths, told = sweep(UntilTold(flag, kills_the_check), flag)
+    assert widths == [1]
+    assert "Trials like trial 0: not checked" in told
+
+
+def test_without_checks_nothing_is_asked() -> None:
+    widths, told = sweep(until_wide, preflight=False)
+    assert widths == [1, 2]
+    assert "check" not in told
+
+
+@pytest.mark.parametrize("share", [0, 1.5, "much"])
+def test_a_share_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(FleetConfigError, match="share"):
+        Preflight(share=share)
+
+
+def test_what_is_no_preflight_is_refused() -> None:
+    given: Any = "auto"
+    with pytest.raises(FleetConfigError, match="`preflight` is 'auto', but must be True, False"):
+        FleetExecutor(devices=1, preflight=given)
