@@ -95,6 +95,7 @@ class Recorder:
 
     def _name(self, objects: Sequence[Any]) -> None:
         words = {id(value): name for name, value in _variables()}
+        self._words = {}
         for place, thing in enumerate(objects):
             name = words.get(id(thing), f"{type(thing).__name__} ({place})")
             self._words[id(thing)] = name
