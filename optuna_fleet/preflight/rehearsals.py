@@ -70,8 +70,9 @@ class Rehearsals:
         self._store: StoreReady | None = None
         self._store_socket: socket.socket | None = None
         self._num_groups = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="optuna-fleet-")
-        os.environ.update(_ENVIRONMENT, MLFLOW_TRACKING_URI=f"file://{self._folder.name}")
+        # MLflow can't be told to keep nothing, and makes this folder if it is used.
+        folder = os.path.join(tempfile.gettempdir(), "optuna-fleet-preflight-mlflow")
+        os.environ.update(_ENVIRONMENT, MLFLOW_TRACKING_URI=f"file://{folder}")
         if (compiler := sys.modules.get("torch._dynamo")) is not None:
             compiler.config.disable = True
         os.nice(_NICENESS)

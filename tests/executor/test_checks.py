@@ -62,7 +62,7 @@ class UntilTold:
 
 
 def weighs_classes(trial: Any, model: Any, optimizer: Any) -> None:
-    trains(trial, model, optimizer, weight=torch.tensor([1.0, 2.0, 5.0]))
+    trains(trial, model, optimizer, weight=torch.tensor([1.0, 2.0, 5.0]).double())
 
 
 def kills_the_check(trial: Any, model: Any, optimizer: Any) -> None:

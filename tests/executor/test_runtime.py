@@ -38,6 +38,7 @@ from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.held import HeldStates, Start
 from optuna_fleet.executor.call.launcher import Launcher
+from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
@@ -976,7 +977,8 @@ def test_the_first_devices_are_told_of_at_once_and_later_ones_together(
         device_events=lambda message: [joined],
     )
     launcher = SimpleNamespace(launched=launched, send_waiting=lambda: None)
-    parts: Any = SimpleNamespace(runtime=runtime, launcher=launcher, runs={})
+    checks = SimpleNamespace(waits_s=list)
+    parts: Any = SimpleNamespace(runtime=runtime, launcher=launcher, checks=checks, runs={})
     receiver = Receiver(parts)
     ready = TrainerReady(device=0, process=ProcessId("agent", 1))
     assert receiver.take(ready) == [joined] * told
@@ -1067,13 +1069,18 @@ def launcher_of(runtime: Any, folder: Any) -> Launcher:
     retention: Any = SimpleNamespace(folder=folder, keeps_any=False, drop=folder.drop)
     ledger: Any = SimpleNamespace(suggested=lambda number: {})
     proposals: Any = mock.MagicMock(adopted=tuple)
-    return Launcher(runtime, job, retention, ledger, proposals)
+    return Launcher(runtime, job, retention, ledger, proposals, ObjectiveCopies(runtime, job))
+
+
+def is_kept(launcher: Launcher, message: ObjectiveKept) -> None:
+    launcher._copies.kept(message)
+    launcher.send_waiting()
 
 
 def has_objective(launcher: Launcher, *nodes: int) -> None:
     for node in nodes or (0, 1):
         kept = ObjectiveKept(agent=f"agent of {node}", objective_id=0, path=f"/of/{node}")
-        launcher.objective_kept(kept)
+        is_kept(launcher, kept)
 
 
 def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) -> None:
@@ -1083,7 +1090,8 @@ def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) 
         launcher.launch(Start(launch=launch(device, device)))
     assert [to for to, _ in runtime.told] == ["agent of 0", "agent of 1"]
     assert runtime.sent == []
-    launcher.objective_kept(ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another"))
+    other = ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another")
+    is_kept(launcher, other)
     has_objective(launcher, 1)
     assert runtime.sent == [(2, 2), (3, 3)]
     assert [order.objective_at for order in runtime.orders] == ["/of/1", "/of/1"]
