@@ -59,6 +59,8 @@ class Policy:
 
     is_coupled: ClassVar[bool] = False
     """As published, trials of a flotilla advance at the pace of the slowest."""
+    looks_ahead: ClassVar[bool] = True
+    """Its plans may widen trials, or move them."""
     allocator_type: ClassVar[type[Allocator]]
     """Class of the allocator, where that takes no arguments."""
 
@@ -89,7 +91,7 @@ class Policy:
     def rules(self, **more: Any) -> PolicyRules:
         """What the controller goes by; ``more`` as in `PolicyRules`."""
         own = {field.name: getattr(self, field.name) for field in fields(Policy)}
-        return PolicyRules(**own, **more)
+        return PolicyRules(**own, looks_ahead=self.looks_ahead, **more)
 
 
 @suggests_options
@@ -97,6 +99,7 @@ class Policy:
 class Baseline(Policy):
     """One device for each trial."""
 
+    looks_ahead: ClassVar[bool] = False
     paradigm: Paradigm = "local"
 
     def new_allocator(self, seed: int) -> Allocator:

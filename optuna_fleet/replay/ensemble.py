@@ -28,7 +28,8 @@ def load_ensemble(
             With ``"spans_types": true`` it can have devices of several types at once.
             A trial with ``"max_epochs": 30`` says that it ends after 30 epochs at the latest, as
             ``trial.epochs(30)`` does; ``epochs`` are then 30 unless given. With ``"pruned": 0.05``
-            beside ``"trials"``, that share of them ends at each epoch's end.
+            beside ``"trials"``, that share of them ends at each epoch's end. With ``"traits":
+            ["sgd", "resnet"]`` a trial is checked before it gets several devices or is moved.
         num_devices: Devices of the fleet, or of each device type.
         seed: Of which trials are pruned when.
 
@@ -52,6 +53,7 @@ def load_ensemble(
             submit_s=trial.number("submit_s", default=0.0),
             min_devices=_min_devices(trial, _widest(trial, num_devices)),
             spans_types=trial.flag("spans_types"),
+            traits=frozenset(map(str, trial.array("traits") if trial.has("traits") else ())),
             rescale_up_s=rescale_s,
             rescale_down_s=rescale_s,
         )

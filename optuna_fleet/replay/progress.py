@@ -124,7 +124,7 @@ class Totals:
         present_s: Seconds each device was there.
         waited_s: Device-seconds in which runs held back for slower ones of their flotilla.
         solve_s: Wall time of each decision.
-        checking_s: Device-seconds of pre-flight checks.
+        checked: Traits that each pre-flight check was of.
         spans: The runs.
     """
 
@@ -132,7 +132,7 @@ class Totals:
     present_s: dict[int, float] = field(default_factory=dict)
     waited_s: float = 0.0
     solve_s: list[float] = field(default_factory=list)
-    checking_s: float = 0.0
+    checked: list[frozenset[str]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
     def add_run(self, flight: SimulatedRun, now: float) -> None:

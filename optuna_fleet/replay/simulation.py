@@ -1,7 +1,6 @@
 """A discrete-event simulation that drives the real controller and allocators.
 
-The simulation does what driver, trainers and cluster do in a real sweep: it carries out the
-controller's instructions and tells it what happened, with a clock of its own.
+It does what driver, trainers and cluster do in a real sweep, with a clock of its own.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ from optuna_fleet.events import (
     StartRound,
     TrialProposed,
 )
+from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.preflight.verdict import Finding
@@ -113,6 +113,7 @@ class Simulation:
         self._present: dict[int, float] = {}
         self._flotilla_of: dict[int, tuple[int, int]] = {}
         self._totals = Totals()
+        self._are_checked = any(trial.traits for trial in trials)  # until the first is due
 
     def run(self, changes: Iterator[FleetChange], until_s: float | None = None) -> Outcome:
         """Simulate until every trial has ended, or until `until_s`.
@@ -154,6 +155,9 @@ class Simulation:
         joins = tuple(DeviceJoined(device=self._devices[d]) for d in change.joined)
         self._events += [*self._unseen, *losses, *joins]
         self._unseen.clear()
+        if self._are_checked:
+            self._are_checked = False
+            self._await_share()
 
     def _measured(self, run_id: int) -> None:
         if (flight := self._flights.get(run_id)) is not None:
@@ -199,7 +203,7 @@ class Simulation:
         self._next_trial += 1
         self._progress[number] = Progress(trial=trial)
         to_come = len(self._trials) - self._next_trial
-        model = None if self._probes else self._model_of(trial)
+        model = None if self._probes else _model_of(trial)
         return (TrialProposed(number=number, model=model, num_to_come=to_come),)
 
     # -- what to do -------------------------------------------------------------------------------
@@ -221,8 +225,7 @@ class Simulation:
             case Allocate():
                 decided = PlanDecided(plan=self._plan_for(instruction.problem))
                 if self._rules.decision_s:
-                    answered_s = self._now + self._rules.decision_s
-                    self._set_timer(answered_s, lambda: self._events.append(decided))
+                    self._tell_at(self._now + self._rules.decision_s, decided)
                 else:
                     self._events.append(decided)
             case AnswerEpoch():
@@ -244,15 +247,19 @@ class Simulation:
                 assert_never(instruction)
 
     def _check(self, order: BeginCheck) -> None:
-        """It passes, and the next one is affordable when it is no more than its share."""
-        finding = Finding(traits=order.traits, widens=True, moves=True)
-        ended_s = self._now + self._rules.check_s
-        paid_s = self._rules.check_s / self._rules.check_share / max(1, len(self._present))
-        self._totals.checking_s += self._rules.check_s
-        self._set_timer(ended_s, lambda: self._events.append(CheckEnded(finding=finding)))
-        self._set_timer(
-            max(ended_s, self._now + paid_s), lambda: self._events.append(CheckAffordable())
-        )
+        self._totals.checked.append(order.traits)
+        ended = CheckEnded(finding=Finding(traits=order.traits, widens=True, moves=True))
+        self._tell_at(ended_s := self._now + self._rules.check_s, ended)
+        self._await_share(ended_s)
+
+    def _await_share(self, after_s: float = 0.0) -> None:
+        """Tell when another check is affordable, with as many devices as now."""
+        now_s = sum(self._now - joined_s for joined_s in self._present.values())
+        costs_s = [self._rules.check_s] * len(self._totals.checked)
+        missing_s = paid_after_s(costs_s, self._rules.check_share) - now_s
+        missing_s -= sum(self._totals.present_s.values())
+        missing_s /= max(1, len(self._present))
+        self._tell_at(max(after_s, self._now + missing_s), CheckAffordable())
 
     def _plan_for(self, problem: AllocationProblem) -> Plan:
         plan = timed(self._allocator, problem)
@@ -286,15 +293,10 @@ class Simulation:
         self._go_on(flight)
         self._couple(flight.flotilla)
         if launch.probe:
-            reached = DataRequested(run_id=launch.run_id, model=self._model_of(progress.trial))
+            reached = DataRequested(run_id=launch.run_id, model=_model_of(progress.trial))
             too_few = len(launch.devices) < progress.trial.min_devices
             ended = self._ranks_ended(flight, Ending.YIELDED) if too_few else ()
             self._events += [reached, *ended]
-
-    def _model_of(self, trial: SimulatedTrial) -> Model:
-        model = _model_of(trial)
-        is_checked = self._rules.check_s > 0 and trial.min_devices == 1
-        return replace(model, traits=frozenset({trial.name})) if is_checked else model
 
     def _answer_epoch(self, flight: SimulatedRun, decision: EpochDecision) -> None:
         if decision is EpochDecision.YIELD:
@@ -353,6 +355,9 @@ class Simulation:
                 if not waits:
                     self._go_on(flight)
 
+    def _tell_at(self, time_s: float, event: Event) -> None:
+        self._set_timer(time_s, lambda: self._events.append(event))
+
     def _set_timer(self, time_s: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time_s, next(self._order), happen))
 
@@ -390,4 +395,5 @@ def _model_of(trial: SimulatedTrial) -> Model:
         rescale_up_s=trial.rescale_up_s,
         rescale_down_s=trial.rescale_down_s,
         spans_types=trial.spans_types,
+        traits=trial.traits,
     )

@@ -32,6 +32,7 @@ class SimulatedTrial:
         rescale_down_s: What a move to fewer devices costs, in seconds of training.
         rates_by_kind: Device type -> rates there, as many; empty if ``rates`` hold on all types.
         spans_types: It can have devices of several types at once.
+        traits: See `events.Model`; none if it is not checked.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SimulatedTrial:
     rescale_down_s: float = 0.0
     rates_by_kind: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     spans_types: bool = False
+    traits: frozenset[str] = frozenset()
 
     def rates_on(self, kind: str) -> tuple[float, ...]:
         """True (r(1), ..., r(M)) in samples/s on devices of that type."""
@@ -89,8 +91,7 @@ class Rules:
             samples until it is measured.
         decision_s: Seconds from when a plan is asked for until it is there; trials at the end of
             an epoch wait for it.
-        check_s: Seconds that the pre-flight check of a kind of trials takes on a device; trials
-            of one name are of one kind. 0 for no checks.
+        check_s: Seconds that a pre-flight check takes on its device.
         check_share: The part of the devices' time that checks may take.
     """
 
@@ -99,7 +100,7 @@ class Rules:
     seen_at: Literal["completions", "nodes-only"] = "completions"
     profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
     decision_s: float = 0.0
-    check_s: float = 0.0
+    check_s: float = 3.0
     check_share: float = 0.02
 
 

@@ -163,6 +163,42 @@ def test_of_several_kinds_the_one_with_most_new_traits_is_checked() -> None:
     assert [check.number for check in checks(several("ab", "cde"))] == [1]
 
 
+def busy(**policy: Any) -> World:
+    """As many trials as devices train, and others wait to be proposed."""
+    world = World(num_devices=2, trials=6, **policy)
+    for run_id in (0, 1):
+        flies(world, run_id, f"kind {run_id}", max_devices=1)
+    return world
+
+
+def test_kinds_are_checked_ahead_once_that_is_no_more_than_its_share() -> None:
+    """On the next device that falls free, before the next trial."""
+    world = busy()
+    world.end(0)
+    assert checks(world) == []
+    flies(world, 2, "kind 2", max_devices=1)
+    world.tell(CheckAffordable())
+    world.end(2)
+    (check,) = checks(world)
+    assert check.traits in ({"kind 1"}, {"kind 2"})
+
+
+@pytest.mark.parametrize("policy", [{"looks_ahead": False}])
+def test_nothing_is_checked_ahead_by_a_policy_that_never_widens(policy: Any) -> None:
+    world = busy(**policy)
+    world.tell(CheckAffordable())
+    world.end(0)
+    assert checks(world) == []
+
+
+def test_nothing_is_checked_on_a_single_device() -> None:
+    world = World(num_devices=1, trials=3)
+    flies(world, 0, "net")
+    world.tell(CheckAffordable())
+    world.end(0)
+    assert checks(world) == []
+
+
 def test_a_check_that_is_lost_is_made_again() -> None:
     world = several("a")
     world.check = None

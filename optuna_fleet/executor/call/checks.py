@@ -18,6 +18,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.tally import DeviceLog
+from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings
 from optuna_fleet.preflight.records import Order
@@ -62,8 +63,8 @@ class Checks:
         self._order: BeginCheck | None = None
         self._agent = ""  # that makes it, once it was asked
         self._began = 0.0
-        self._spent_s = 0.0  # on all so far
-        self._is_affordable = True
+        self._costs_s: list[float] = []
+        self._is_affordable = False
         self._told: set[str] = set()
         self._traits: dict[int, frozenset[str]] = {}  # by trial
 
@@ -76,7 +77,7 @@ class Checks:
 
     def begin(self, order: BeginCheck) -> None:
         """Have a kind of trials be checked on a device."""
-        if not self._findings.all and self._spent_s == 0.0:
+        if not self._findings.all and not self._costs_s:
             compat.fleet_logger.info(_FIRST.format(number=order.number))
         self._order, self._agent, self._began = order, "", self._clock()
         self._is_affordable = False
@@ -122,7 +123,7 @@ class Checks:
         if message.verdict:
             verdict = pickle.loads(message.verdict)  # by our own agent's child
         order, self._order = self._order, None
-        self._spent_s += self._clock() - self._began
+        self._costs_s.append(self._clock() - self._began)
         finding, advice = told(verdict)
         if not (verdict.may_widen and verdict.may_move) and finding not in self._told:
             self._told.add(finding)
@@ -153,20 +154,25 @@ class Checks:
         """Seconds for which all devices must still work, until the next one is affordable."""
         assert self._job.options.preflight is not None
         there_s = sum(self._devices.there_s(self._clock()).values())
-        return self._spent_s / self._job.options.preflight.share - there_s
+        return paid_after_s(self._costs_s, self._job.options.preflight.share) - there_s
 
     def due(self) -> list[Event]:
         """Whether another one may be made."""
-        if self._is_affordable or self._order is not None or self._missing_s() > 0:
+        if not self._is_awaited or self._missing_s() > 0:
             return []
         self._is_affordable = True
         return [CheckAffordable()]
 
     def waits_s(self) -> list[float]:
         """Seconds until `due` may have more to tell."""
-        if self._is_affordable or self._order is not None:
+        if not self._is_awaited:
             return []
         return [max(0.0, self._missing_s()) / max(1, len(self._runtime.nodes.devices)) + 0.01]
+
+    @property
+    def _is_awaited(self) -> bool:
+        is_off = self._job.options.preflight is None
+        return not (is_off or self._is_affordable or self._order is not None)
 
     def end(self) -> None:
         """The call is over."""

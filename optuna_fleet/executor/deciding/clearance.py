@@ -3,15 +3,30 @@
 A trial is cleared when checks that have passed have had all its traits between them. What nobody
 has checked counts as cleared until a plan would make use of that: then the plan is dropped, and a
 check is made of the trial's kind, one at a time. Meanwhile what is unchecked stays where it is.
+The first check that is wanted so is made at once. Others, and those that are made ahead, come when
+they are no more than their share of the devices' time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from optuna_fleet.alloc.problem import Plan
 from optuna_fleet.executor.deciding.trials import Trial
 from optuna_fleet.preflight.verdict import Finding
+
+_FIRST_S = 5.0
+
+
+def paid_after_s(costs_s: Sequence[float], share: float) -> float:
+    """After how many device-seconds another check will be no more than its share, with all so far.
+
+    Args:
+        costs_s: Of these.
+        share: The part of the devices' time that all may take.
+    """
+    next_s = costs_s[-1] if costs_s else _FIRST_S
+    return (sum(costs_s) + next_s) / share
 
 
 class Clearance:
@@ -22,12 +37,13 @@ class Clearance:
 
     Attributes:
         wanted: The trial whose kind is to be checked, or is being checked.
-        is_affordable: Another check may be made.
+        is_affordable: Another check would be no more than its share.
     """
 
     def __init__(self, findings: list[Finding] | None = None) -> None:
         self.wanted: Trial | None = None
-        self.is_affordable = True
+        self.is_affordable = False
+        self._has_begun = self._is_under_way = False
         self._findings = [] if findings is None else findings
 
     def may_widen(self, trial: Trial) -> bool:
@@ -39,7 +55,12 @@ class Clearance:
         return self._may(trial, self._moves(trial))
 
     def _may(self, trial: Trial, found: bool | None) -> bool:
-        return self.is_affordable and self.wanted is None if found is None else found
+        return self.may_begin and self.wanted is None if found is None else found
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a check that is wanted may be made."""
+        return self.is_affordable or not self._has_begun
 
     def _widens(self, trial: Trial) -> bool | None:
         """What is known of it: None if nothing is."""
@@ -79,18 +100,30 @@ class Clearance:
             self.wanted = max(unchecked, key=self._num_new)
         return is_kept
 
+    def take(self, trials: Iterable[Trial], *, looks_ahead: bool) -> Trial | None:
+        """Return the trial whose check begins now, if any does.
+
+        Args:
+            trials: All that are not done.
+            looks_ahead: To be checked, nothing need be wanted.
+        """
+        if self._is_under_way or not self.may_begin:
+            return None
+        if self.wanted is None and looks_ahead and self.is_affordable:
+            unchecked = [t for t in trials if None in (self._widens(t), self._moves(t))]
+            self.wanted = max(filter(self._num_new, unchecked), key=self._num_new, default=None)
+        if self.wanted is not None:
+            self._is_under_way, self.is_affordable, self._has_begun = True, False, True
+        return self.wanted
+
     def _num_new(self, trial: Trial) -> int:
         """How many traits a check of it would be the first to have."""
         known = frozenset[str]().union(*(one.traits for one in self._findings))
         return 0 if trial.model is None else len(trial.model.traits - known)
 
-    def begin(self) -> None:
-        """A check begins."""
-        self.is_affordable = False
-
     def end(self, finding: Finding | None) -> None:
         """The check that was wanted has ended."""
-        self.wanted = None
+        self.wanted, self._is_under_way = None, False
         if finding is None:
             self.is_affordable = True
         else:

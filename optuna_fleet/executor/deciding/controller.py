@@ -20,7 +20,6 @@ from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
-    BeginCheck,
     CheckAffordable,
     CheckEnded,
     CheckpointSaved,
@@ -340,15 +339,11 @@ class Controller:
         return instructions
 
     def _begin_check(self) -> list[Instruction]:
-        """Check what is wanted to be, on the first device that is free."""
-        trial, free = self._clearance.wanted, self._roster.free()
-        is_due = trial is not None and self._clearance.is_affordable and bool(free)
-        if trial is None or trial.model is None or not is_due:
+        free, trials = self._roster.free(), self._roster.trials.values()
+        if not free or len(self._presence) < 2:
             return []
-        self._clearance.begin()
-        self._roster.begin_check(free[0])
-        traits = trial.model.traits
-        return [BeginCheck(number=trial.number, device=free[0], traits=traits)]
+        trial = self._clearance.take(trials, looks_ahead=self.policy.looks_ahead)
+        return [] if trial is None else [self._roster.begin_check(trial, free[0])]
 
     def _may_propose(self) -> bool:
         if self._proposing or self._proposal_delayed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 
 from optuna_fleet.alloc.problem import Assignment
-from optuna_fleet.events import Ending
+from optuna_fleet.events import BeginCheck, Ending
 from optuna_fleet.executor.deciding.trials import Run, Stage, Status, Trial
 
 
@@ -162,10 +162,12 @@ class Roster:
             trial.previous_devices = tuple(d for d in run.surviving if d not in self.leaving)
         return trial
 
-    def begin_check(self, device: int) -> None:
-        """A check gets an idle device."""
+    def begin_check(self, trial: Trial, device: int) -> BeginCheck:
+        """A check of a trial, whose model is known, gets an idle device."""
+        assert trial.model is not None
         self.idle.remove(device)
         self.checked_on = device
+        return BeginCheck(number=trial.number, device=device, traits=trial.model.traits)
 
     def end_check(self) -> None:
         """The check is over; its device is idle again, if it is there."""

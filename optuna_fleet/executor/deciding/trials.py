@@ -26,6 +26,7 @@ class PolicyRules:
             whose model is known without a probe can wait unprobed.
         more_may_join: A trial that needs more devices than there are waits for them; else it is
             launched all the same, to fail and say so.
+        looks_ahead: Kinds of trials are checked before a plan makes use of what is found.
     """
 
     paradigm: Paradigm = "global"
@@ -40,6 +41,7 @@ class PolicyRules:
     max_trials: int | None = None
     lookahead: int = 0
     more_may_join: bool = False
+    looks_ahead: bool = True
 
 
 class Status(Enum):
