@@ -40,7 +40,11 @@ def sweep(is_checked: bool) -> dict[str, float]:
     from optuna_fleet import FleetExecutor, SharedPipeline
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
+    study = optuna.create_study(  # the same trials, all to their end
+        direction="maximize",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+        pruner=optuna.pruners.NopPruner(),
+    )
     train, val = digits.load_datasets()
     pipeline = SharedPipeline(train=train, val=val, split=True)
     with FleetExecutor(pipeline, devices=4, device_type="cpu", preflight=is_checked) as fleet:
