@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optuna_fleet import FleetConfigError, FleetExecutor, Preflight
+from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, Preflight
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import small_model, small_pipeline
 
@@ -71,6 +71,23 @@ def kills_the_check(trial: Any, model: Any, optimizer: Any) -> None:
     trains(trial, model, optimizer)
 
 
+class DiesOnceTold(UntilTold):
+    """It keeps its best in a local variable, and its process is killed once it was told so."""
+
+    def __call__(self, trial: Any) -> float:
+        model, optimizer = prepared(trial)
+        best, killed = 1e9, self.flag.with_name("killed")
+        for epoch in trial.epochs(FOREVER):
+            self.train(trial, model, optimizer)
+            best = min(best, float(next(iter(model.parameters())).detach().abs().sum()))
+            if self.flag.exists() and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if epoch > 5 and killed.exists():
+                break
+        return best
+
+
 @contextmanager
 def listening(flag: Path | None = None) -> Iterator[list[str]]:
     """What is told; once it is about a check's outcome the flag is there."""
@@ -94,13 +111,19 @@ def listening(flag: Path | None = None) -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def sweep(objective: Any, flag: Path | None = None, **options: Any) -> tuple[list[int], str]:
-    """One trial on two devices: on how many it was, flight by flight, and what was told."""
+def flown(objective: Any, flag: Path | None = None, **options: Any) -> tuple[list[Any], str]:
+    """One trial on two devices: its flights, and what was told."""
     study = optuna.create_study(study_name="checked")
     given = {"devices": 2, "device_type": "cpu", "policy": "equal-split", **options}
     with FleetExecutor(small_pipeline(), **given) as fleet, listening(flag) as told:
         study.optimize(objective, n_trials=1, executor=fleet)
-    return [len(flight["devices"]) for flight in flights_of(study)[0]], "\n".join(told)
+    return flights_of(study)[0], "\n".join(told)
+
+
+def sweep(objective: Any, flag: Path | None = None, **options: Any) -> tuple[list[int], str]:
+    """Likewise: on how many devices it was, flight by flight."""
+    flights, told = flown(objective, flag, **options)
+    return [len(flight["devices"]) for flight in flights], told
 
 
 def test_what_passes_its_check_gets_several_devices_and_is_checked_once(tmp_path: Path) -> None:
@@ -127,6 +150,18 @@ def test_what_fails_its_check_stays_on_one_device_and_the_user_is_told_why(tmp_p
     assert widths == [1]
     assert told.count("Trials like trial 0: one device: on several the gradient") == 1
     assert "trial.weighted" in told
+
+
+def test_what_is_not_to_be_moved_is_resumed_when_its_device_is_lost_and_that_is_recorded(
+    tmp_path: Path,
+) -> None:
+    flag = tmp_path / "told"
+    interval = Checkpoints(interval_s=0)
+    flights, told = flown(DiesOnceTold(flag, trains), flag, checkpoints=interval)
+    assert [len(flight["devices"]) for flight in flights] == [1, 1]
+    assert "not moved: `best` would begin anew" in told
+    assert flights[0]["began_anew"] == ""
+    assert "`best` would begin anew" in flights[1]["began_anew"]
 
 
 def test_a_check_that_dies_leaves_the_trial_on_one_device(tmp_path: Path) -> None:
