@@ -165,7 +165,7 @@ def told(verdict: Verdict) -> tuple[str, str]:
         case NotRepeatable(differences=found):
             return f"not repeatable on one device: run again, {(*found, 'it fails')[0]}", _SEED
         case NotChecked():
-            return f"not checked: {verdict.why}", verdict.traceback
+            return f"not checked, and so one device: {verdict.why}", verdict.traceback
         case Plain():
             return "plain: one device, as it prepares nothing (`trial.prepare`)", ""
     return "the same on any devices, and over moves", ""
