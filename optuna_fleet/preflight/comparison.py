@@ -17,6 +17,7 @@ SINGLE = 5e-3
 """Of the first step's gradients, where the objective does not bear float64."""
 ROUGH = 5e-2
 """Of these, where it computes in bfloat16 or float16."""
+_MARGIN = 100.0  # by which the difference of several devices may exceed one rounding's
 
 
 def unlike(record: Record, other: Record) -> dict[Key, float]:
@@ -71,6 +72,17 @@ def apart(
     return found, worst
 
 
+def beyond(found: dict[Key, float], by_rounding: dict[Key, float]) -> dict[Key, float]:
+    """What differs by more than what a rounding's difference has grown to by then."""
+    kept, largest, before = {}, 0.0, _sorted(by_rounding)[::-1]
+    for key, size in found.items():
+        while before and before[-1].order <= key.order:
+            largest = max(largest, by_rounding[before.pop()])
+        if size > _MARGIN * largest:
+            kept[key] = size
+    return kept
+
+
 def _is_first(key: Key) -> bool:
     return key.kind == "gradient" and (key.loop, key.epoch, key.moment) == (1, 0, 1)
 
@@ -81,8 +93,10 @@ def _sorted(keys: Any) -> list[Key]:
 
 def _group(key: Key) -> Any:
     """What it is compared within: what is zero but for rounding has no size of its own."""
-    is_one_of_many = key.kind in ("gradient", "parameter")
-    return key[:4] if is_one_of_many else (*key[:4], key.name.partition(" of ")[0])
+    if key.kind in ("gradient", "parameter"):
+        return key[:4]
+    name = key.name.rpartition(".")[2] if key.kind == "buffer" else key.name.partition(" of ")[0]
+    return *key[:4], name
 
 
 def _distance(value: Value, other: Value, largest: float) -> float:

@@ -38,6 +38,7 @@ from optuna_fleet.wire.messages import RunTrial, StopAt
 _MOST_LOOPS = 4
 _MOST_PASSES = 6  # of objectives that have no loop over epochs
 _PER_PERIOD = 3
+_EPSILONS = 4
 _NOISE = (0, 2, 5)  # before each mini-epoch: that losses may grow, and not only saturate
 
 Moved: TypeAlias = tuple[Notes, Captured]
@@ -255,7 +256,7 @@ class RehearsedTrial(FleetTrial):
     def _begin_epoch(self, loop: int, epoch: int) -> None:
         """A mini-epoch begins, or goes on."""
         self._recorder.begin_epoch(self.prepared, loop, epoch)
-        _disturb(self.prepared, epoch)
+        _disturb(self.prepared, epoch, _EPSILONS if self._order.is_nudged else 0)
         if self._order.moves and self._notes.moved_within != (loop, epoch):
             self._notes.moved_within = (loop, epoch)
             stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
@@ -272,15 +273,22 @@ def _few(num: int) -> list[int]:
 
 
 @torch.no_grad()
-def _disturb(objects: Sequence[Any], epoch: int) -> None:
-    """The models are worse than before, in all runs alike: what keeps the best shows that."""
+def _disturb(objects: Sequence[Any], epoch: int, epsilons: int) -> None:
+    """The models are worse than before, in all runs alike: what keeps the best shows that.
+
+    Args:
+        objects: What is prepared.
+        epoch: Mini-epoch.
+        epsilons: By so many of its precision each parameter is changed in one run.
+    """
     generator = torch.Generator().manual_seed(epoch)
     modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
-    for parameter in modules.parameters() if _NOISE[epoch] else ():
+    for parameter in modules.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
             parameter.add_((size * noise).to(parameter))
+            parameter.mul_(1 + epsilons * torch.finfo(parameter.dtype).eps * noise)
 
 
 class _Missing:
