@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -74,13 +76,10 @@ def apart(
 
 def beyond(found: dict[Key, float], by_rounding: dict[Key, float]) -> dict[Key, float]:
     """What differs by more than what a rounding's difference has grown to by then."""
-    kept, largest, before = {}, 0.0, _sorted(by_rounding)[::-1]
-    for key, size in found.items():
-        while before and before[-1].order <= key.order:
-            largest = max(largest, by_rounding[before.pop()])
-        if size > _MARGIN * largest:
-            kept[key] = size
-    return kept
+    moments = [key.order for key in by_rounding]
+    grown = [0.0, *accumulate(by_rounding.values(), max)]
+    most = {key: _MARGIN * grown[bisect_right(moments, key.order)] for key in found}
+    return {key: size for key, size in found.items() if size > most[key]}
 
 
 def _is_first(key: Key) -> bool:

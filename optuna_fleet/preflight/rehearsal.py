@@ -274,13 +274,7 @@ def _few(num: int) -> list[int]:
 
 @torch.no_grad()
 def _disturb(objects: Sequence[Any], epoch: int, epsilons: int) -> None:
-    """The models are worse than before, in all runs alike: what keeps the best shows that.
-
-    Args:
-        objects: What is prepared.
-        epoch: Mini-epoch.
-        epsilons: By so many of its precision each parameter is changed in one run.
-    """
+    """The models are worse than before, in all runs alike: what keeps the best shows that."""
     generator = torch.Generator().manual_seed(epoch)
     modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
     for parameter in modules.parameters():

@@ -42,7 +42,7 @@ class Follower(Callback):
         if not self._trial.has_pending_gradients:
             pl_module.zero_grad()  # no checkpoint has those, and a step would be another one
         if self._trial.is_preflight:  # which leaves out epochs
-            current = trainer.fit_loop.epoch_progress.current
+            current: Any = trainer.fit_loop.epoch_progress.current
             current.started = current.processed = current.completed = epoch
             current.ready = epoch + 1
         if epoch != trainer.current_epoch:
