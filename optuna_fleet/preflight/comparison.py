@@ -19,6 +19,7 @@ SINGLE = 5e-3
 """Of the first step's gradients, where the objective does not bear float64."""
 ROUGH = 5e-2
 """Of these, where it computes in bfloat16 or float16."""
+_FIRST = (1, 0, 1, "gradient")
 _MARGIN = 100.0  # by which the difference of several devices may exceed one rounding's
 
 
@@ -66,7 +67,7 @@ def apart(
     distances: dict[Key, float] = {}
     for rank in ranks:
         for key in {**record, **rank}:
-            if key.kind != "variable" and (_is_first(key) or not first_step):
+            if key.kind != "variable" and (key[:4] == _FIRST or not first_step):
                 size = _distance(record.get(key), rank.get(key), largest.get(_group(key), 0.0))
                 distances[key] = max(size, distances.get(key, 0.0))
     found = {key: distances[key] for key in _sorted(distances) if distances[key] > tolerance}
@@ -80,10 +81,6 @@ def beyond(found: dict[Key, float], by_rounding: dict[Key, float]) -> dict[Key, 
     grown = [0.0, *accumulate(by_rounding.values(), max)]
     most = {key: _MARGIN * grown[bisect_right(moments, key.order)] for key in found}
     return {key: size for key, size in found.items() if size > most[key]}
-
-
-def _is_first(key: Key) -> bool:
-    return key.kind == "gradient" and (key.loop, key.epoch, key.moment) == (1, 0, 1)
 
 
 def _sorted(keys: Any) -> list[Key]:

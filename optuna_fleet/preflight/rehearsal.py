@@ -38,7 +38,6 @@ from optuna_fleet.wire.messages import RunTrial, StopAt
 _MOST_LOOPS = 4
 _MOST_PASSES = 6  # of objectives that have no loop over epochs
 _PER_PERIOD = 3
-_EPSILONS = 4
 _NOISE = (0, 2, 5)  # before each mini-epoch: that losses may grow, and not only saturate
 
 Moved: TypeAlias = tuple[Notes, Captured]
@@ -64,11 +63,7 @@ def rehearse(order: Order) -> Rehearsed:
 
 
 class Scene:
-    """What is the same for all legs: loaded, and not used.
-
-    Args:
-        order: What to rehearse.
-    """
+    """What is the same for all legs: loaded, and not used."""
 
     def __init__(self, order: Order) -> None:
         torch.set_num_threads(1)  # others would not be there in forks
@@ -127,13 +122,7 @@ def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
 
 
 def _run_leg(scene: Scene, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
-    """Rehearse up to the next move, or the end.
-
-    Args:
-        scene: What to rehearse.
-        notes: What the legs before have noted; added to.
-        content: What the trial goes on with.
-    """
+    """Rehearse up to the next move, or the end; add to what the legs before have noted."""
     trial = RehearsedTrial(scene, notes, content)
     try:
         trial.begin()
@@ -256,7 +245,7 @@ class RehearsedTrial(FleetTrial):
     def _begin_epoch(self, loop: int, epoch: int) -> None:
         """A mini-epoch begins, or goes on."""
         self._recorder.begin_epoch(self.prepared, loop, epoch)
-        _disturb(self.prepared, epoch, _EPSILONS if self._order.is_nudged else 0)
+        _disturb(self.prepared, epoch, 4 * self._order.is_nudged)
         if self._order.moves and self._notes.moved_within != (loop, epoch):
             self._notes.moved_within = (loop, epoch)
             stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
@@ -277,7 +266,7 @@ def _disturb(objects: Sequence[Any], epoch: int, epsilons: int) -> None:
     """The models are worse than before, in all runs alike: what keeps the best shows that."""
     generator = torch.Generator().manual_seed(epoch)
     modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
-    for parameter in modules.parameters():
+    for parameter in modules.parameters() if _NOISE[epoch] or epsilons else ():
         if parameter.requires_grad and parameter.is_floating_point():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
