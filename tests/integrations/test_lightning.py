@@ -208,7 +208,8 @@ def test_the_check_clears_it(objective: Any) -> None:
 def test_a_value_per_step_is_that_of_all_devices(three: Any) -> None:
     def objective(trial: Any) -> float:
         trainer = pl.Trainer(**QUIET, max_epochs=2, strategy=FleetStrategy(trial))
-        trainer.fit(Usual(0.01), trial.batches("train", BATCH_SIZE))
+        batches = trial.batches("train", BATCH_SIZE), trial.batches("val", BATCH_SIZE)
+        trainer.fit(Usual(0.01), *batches)
         return trainer.callback_metrics["train_loss"].item()
 
     alone, wide, moved = (
