@@ -17,6 +17,7 @@ from optuna_fleet.preflight.comparison import (
     ROUGH,
     SINGLE,
     apart,
+    beyond,
     differences,
     unlike,
 )
@@ -106,13 +107,16 @@ class Check:
             by_width = {key: size for key, size in by_width.items() if key in seen}
         by_move = unlike(alone.record, moved.record) if moved.is_whole else {}
         if by_width or by_move:
-            ((again,),) = self._ran([[self.order]], limit_s)
+            nudged = replace(self.order, is_nudged=True)
+            (again,), (rounded,) = self._ran([[self.order], [nudged]], limit_s)
             unsteady = unlike(alone.record, again.record)
             if any(key.kind not in _ASIDE for key in unsteady) or not again.is_whole:
                 return NotRepeatable(differences=differences(unsteady))
             readings = set(map(_without_places, unsteady))
             by_move = {k: s for k, s in by_move.items() if _without_places(k) not in readings}
             by_width = {k: s for k, s in by_width.items() if _without_places(k) not in readings}
+            by_rounding, _ = apart(alone.record, [rounded.record], 0.0)
+            by_width = beyond(by_width, by_rounding)
         moves = _moves(by_move, moved)
         if by_width or failed:
             problem = _problem(failed)

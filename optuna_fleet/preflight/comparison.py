@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ SINGLE = 5e-3
 """Of the first step's gradients, where the objective does not bear float64."""
 ROUGH = 5e-2
 """Of these, where it computes in bfloat16 or float16."""
+_FIRST = (1, 0, 1, "gradient")
+_MARGIN = 100.0  # by which the difference of several devices may exceed one rounding's
 
 
 def unlike(record: Record, other: Record) -> dict[Key, float]:
@@ -63,7 +67,7 @@ def apart(
     distances: dict[Key, float] = {}
     for rank in ranks:
         for key in {**record, **rank}:
-            if key.kind != "variable" and (_is_first(key) or not first_step):
+            if key.kind != "variable" and (key[:4] == _FIRST or not first_step):
                 size = _distance(record.get(key), rank.get(key), largest.get(_group(key), 0.0))
                 distances[key] = max(size, distances.get(key, 0.0))
     found = {key: distances[key] for key in _sorted(distances) if distances[key] > tolerance}
@@ -71,8 +75,12 @@ def apart(
     return found, worst
 
 
-def _is_first(key: Key) -> bool:
-    return key.kind == "gradient" and (key.loop, key.epoch, key.moment) == (1, 0, 1)
+def beyond(found: dict[Key, float], by_rounding: dict[Key, float]) -> dict[Key, float]:
+    """What differs by more than what a rounding's difference has grown to by then."""
+    moments = [key.order for key in by_rounding]
+    grown = [0.0, *accumulate(by_rounding.values(), max)]
+    most = {key: _MARGIN * grown[bisect_right(moments, key.order)] for key in found}
+    return {key: size for key, size in found.items() if size > most[key]}
 
 
 def _sorted(keys: Any) -> list[Key]:
@@ -81,8 +89,10 @@ def _sorted(keys: Any) -> list[Key]:
 
 def _group(key: Key) -> Any:
     """What it is compared within: what is zero but for rounding has no size of its own."""
-    is_one_of_many = key.kind in ("gradient", "parameter")
-    return key[:4] if is_one_of_many else (*key[:4], key.name.partition(" of ")[0])
+    if key.kind in ("gradient", "parameter"):
+        return key[:4]
+    name = key.name.rpartition(".")[2] if key.kind == "buffer" else key.name.partition(" of ")[0]
+    return *key[:4], name
 
 
 def _distance(value: Value, other: Value, largest: float) -> float:

@@ -50,8 +50,4 @@ def _ids(value: Any) -> list[int]:
 
 def in_double(value: Any) -> Any:
     """Nested data, with its numbers in float64."""
-    return pytree.tree_map_only(Tensor, _one, value)
-
-
-def _one(tensor: Tensor) -> Tensor:
-    return tensor.to(_DOUBLE[tensor.dtype]) if tensor.dtype in _DOUBLE else tensor
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_wider(tensor.dtype)), value)

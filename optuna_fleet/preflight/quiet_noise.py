@@ -19,14 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _UNIFORM, _NORMAL = 0.37, 0.5
 
 
-def _bernoulli(drawn: Tensor, *p: Any) -> Any:
-    return p[0] > _UNIFORM if p and isinstance(p[0], Tensor) else 1.0
-
-
-def _middle(drawn: Tensor, *args: Any) -> Any:
-    return sum(number for number in args if isinstance(number, int)) // 2
-
-
 def _most_likely(drawn: Tensor, weights: Any, num: int, *_: Any) -> Any:
     order = weights.argsort(dim=-1, descending=True, stable=True)
     return order.repeat(*[1] * (order.dim() - 1), -(-num // order.shape[-1]))[..., :num]
@@ -38,8 +30,14 @@ _OF_TORCH: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("exponential_", "cauchy_", "log_normal_"), lambda *_: _NORMAL),
     **dict.fromkeys(("poisson", "geometric_", "_standard_gamma"), lambda *_: 1.0),
     "_sample_dirichlet": lambda drawn, *_: 1 / drawn.shape[-1],
-    **dict.fromkeys(("randint", "randint_like", "random_"), _middle),
-    **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
+    **dict.fromkeys(
+        ("randint", "randint_like", "random_"),
+        lambda _, *ends: sum(end for end in ends if isinstance(end, int)) // 2,
+    ),
+    **dict.fromkeys(
+        ("bernoulli", "bernoulli_"),
+        lambda _, *p: p[0] > _UNIFORM if p and isinstance(p[0], Tensor) else 1.0,
+    ),
     "randperm": lambda drawn, *_: drawn.sort().values,
     "multinomial": _most_likely,
 }

@@ -31,6 +31,7 @@ _MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 _NOT_LOOKED_INTO = (  # what only shows or carries things
     *("optuna", "logging", "threading", "queue", "torch.utils", "torch._", "builtins"),
     *("tqdm", "rich", "tensorboard", "wandb", "mlflow", "neptune", "comet", "clearml", "aim"),
+    *("lightning", "pytorch_lightning"),  # whose Trainer goes along with what is prepared
 )
 _OURS = "optuna_fleet.integrations"
 _PREPARED = "prepared"  # as a kind: that of each part

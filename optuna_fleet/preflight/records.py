@@ -76,6 +76,7 @@ class Order:
         num_threads: To compute with.
         is_double: All in float64.
         moves: It is moved at each mini-epoch's end, and in the midst of movable passes.
+        is_nudged: Parameters are changed as little as rounding does.
         num_batches: So many, and a part of one, in each pass over training data.
         store: Where several ranks find each other.
         group: Name of their group there.
@@ -92,6 +93,7 @@ class Order:
     num_threads: int = 1
     is_double: bool = True
     moves: bool = False
+    is_nudged: bool = False
     num_batches: int = 2
     rank: int = 0
     world_size: int = 1

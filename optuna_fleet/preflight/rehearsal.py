@@ -63,11 +63,7 @@ def rehearse(order: Order) -> Rehearsed:
 
 
 class Scene:
-    """What is the same for all legs: loaded, and not used.
-
-    Args:
-        order: What to rehearse.
-    """
+    """What is the same for all legs: loaded, and not used."""
 
     def __init__(self, order: Order) -> None:
         torch.set_num_threads(1)  # others would not be there in forks
@@ -126,13 +122,7 @@ def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
 
 
 def _run_leg(scene: Scene, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
-    """Rehearse up to the next move, or the end.
-
-    Args:
-        scene: What to rehearse.
-        notes: What the legs before have noted; added to.
-        content: What the trial goes on with.
-    """
+    """Rehearse up to the next move, or the end; add to what the legs before have noted."""
     trial = RehearsedTrial(scene, notes, content)
     try:
         trial.begin()
@@ -255,7 +245,7 @@ class RehearsedTrial(FleetTrial):
     def _begin_epoch(self, loop: int, epoch: int) -> None:
         """A mini-epoch begins, or goes on."""
         self._recorder.begin_epoch(self.prepared, loop, epoch)
-        _disturb(self.prepared, epoch)
+        _disturb(self.prepared, epoch, 4 * self._order.is_nudged)
         if self._order.moves and self._notes.moved_within != (loop, epoch):
             self._notes.moved_within = (loop, epoch)
             stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
@@ -272,15 +262,16 @@ def _few(num: int) -> list[int]:
 
 
 @torch.no_grad()
-def _disturb(objects: Sequence[Any], epoch: int) -> None:
+def _disturb(objects: Sequence[Any], epoch: int, epsilons: int) -> None:
     """The models are worse than before, in all runs alike: what keeps the best shows that."""
     generator = torch.Generator().manual_seed(epoch)
     modules = nn.ModuleList(thing for thing in objects if isinstance(thing, nn.Module))
-    for parameter in modules.parameters() if _NOISE[epoch] else ():
+    for parameter in modules.parameters() if _NOISE[epoch] or epsilons else ():
         if parameter.requires_grad and parameter.is_floating_point():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
             parameter.add_((size * noise).to(parameter))
+            parameter.mul_(1 + epsilons * torch.finfo(parameter.dtype).eps * noise)
 
 
 class _Missing:

@@ -186,10 +186,9 @@ def _become(parent: int, main: Callable[[], object]) -> NoReturn:
     try:
         os.setpgid(0, 0)
         die_with(parent)
-        if "OPTUNA_FLEET_PREFLIGHT_SPEAKS" not in os.environ:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for stream in range(3):
-                os.dup2(nowhere, stream)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nowhere, stream)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         main()
         code = 0

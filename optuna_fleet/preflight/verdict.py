@@ -178,13 +178,9 @@ def _moves(verdict: NotMoved) -> str:
     if first.kind != "variable":
         return f"after a move {first}, as something begins anew"
     names = (one.name for one in verdict.differences if one.kind == "variable")
-    found = list(dict.fromkeys(f"`{_root(name)}`" for name in names))
+    roots = (name.removeprefix("len(").removesuffix(")").partition("[")[0] for name in names)
+    found = list(dict.fromkeys(f"`{root}`" for root in roots))
     return f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''} would begin anew"
-
-
-def _root(name: str) -> str:
-    """The variable that a part belongs to."""
-    return name.removeprefix("len(").removesuffix(")").partition("[")[0]
 
 
 def usual_reason(first: Difference) -> str:

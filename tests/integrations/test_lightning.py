@@ -16,12 +16,10 @@ import torch.nn.functional as F
 from optuna_integration import PyTorchLightningPruningCallback
 from torchmetrics.classification import MulticlassAccuracy
 
-from optuna_fleet import SharedPipeline
+from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.integrations.lightning import FleetStrategy
-from optuna_fleet.preflight.standalone import Checker
-from optuna_fleet.preflight.verdict import Free
 from tests.fleets import Leg, Noise, fleet_of, small_model
 from tests.nursery import preloading
 
@@ -151,10 +149,75 @@ def test_the_same_as_by_hand_on_any_devices(three: Any) -> None:
         assert trial.user_attrs["steps"] == alone.user_attrs["steps"]
 
 
-def test_the_check_lets_it_have_several_devices() -> None:
-    with Checker() as checker:
-        verdict = checker.check(by_lightning, data())
-    assert isinstance(verdict, Free), verdict
+class Usual(pl.LightningModule):
+    """As most write it: in float32, logs losses and metrics, per step and per epoch."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = small_model().float()
+        self.train_right = MulticlassAccuracy(3)
+        self.val_right = MulticlassAccuracy(3)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        outputs = self.layers(batch[0].float())
+        loss = F.cross_entropy(outputs, batch[1])
+        self.train_right(outputs, batch[1])
+        self.log("train_loss", loss)
+        self.log("train_right", self.train_right, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        outputs = self.layers(batch[0].float())
+        self.val_right(outputs, batch[1])
+        self.log("val_loss", F.cross_entropy(outputs, batch[1]), prog_bar=True)
+        self.log("val_right", self.val_right, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        config = {"scheduler": scheduler, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def usual(trial: Any) -> float:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer = pl.Trainer(
+        **QUIET,
+        max_epochs=10,
+        gradient_clip_val=1.0,
+        strategy=FleetStrategy(trial),
+        callbacks=[
+            PyTorchLightningPruningCallback(trial, monitor="val_right"),
+            pl.callbacks.EarlyStopping("val_loss", patience=3),
+        ],
+    )
+    model = Usual(trial.suggest_float("lr", 1e-4, 1e-2, log=True))
+    trainer.fit(model, trial.batches("train", BATCH_SIZE), trial.batches("val", BATCH_SIZE))
+    return trainer.callback_metrics["val_right"].item()
+
+
+@pytest.mark.parametrize("objective", [by_lightning, usual])
+def test_the_check_clears_it(objective: Any) -> None:
+    fleet = FleetExecutor(data(), devices=2)
+    report = fleet.preflight(optuna.create_study(), objective)
+    assert report.may_widen, report
+    assert report.may_move, report
+
+
+def test_a_value_per_step_is_that_of_all_devices(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        trainer = pl.Trainer(**QUIET, max_epochs=2, strategy=FleetStrategy(trial))
+        batches = trial.batches("train", BATCH_SIZE), trial.batches("val", BATCH_SIZE)
+        trainer.fit(Usual(0.01), *batches)
+        return trainer.callback_metrics["train_loss"].item()
+
+    alone, wide, moved = (
+        flown(three, objective, *legs)
+        for legs in ([Leg((0,))], [Leg((0, 1, 2))], [Leg((0, 1), 1), Leg((2,))])
+    )
+    assert wide.value == pytest.approx(alone.value, rel=1e-3)
+    assert moved.value == pytest.approx(alone.value, rel=1e-3)
 
 
 class Logs(Classifier):

@@ -30,7 +30,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from optuna_fleet import SharedPipeline  # noqa: E402
+from optuna_fleet import FleetExecutor, SharedPipeline  # noqa: E402
 from optuna_fleet.exceptions import FleetConfigError  # noqa: E402
 from optuna_fleet.integrations.transformers import (  # noqa: E402
     FleetTrainer,
@@ -320,12 +320,45 @@ def checker() -> Iterator[Checker]:
         yield checker
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_check_lets_it_have_several_devices(
-    checker: Any, pipeline: Any, tmp_path: Path, kind: str
-) -> None:
-    verdict = checker.check(objective_of(kind, tmp_path), pipeline)
-    assert verdict.may_widen, verdict
+def in_float32(trial: Any) -> float:
+    """As most write it, dropout and all."""
+    trainer = FleetTrainer(
+        trial,
+        model=BertForSequenceClassification(
+            BertConfig(
+                vocab_size=len(WORDS),
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=8,
+                max_position_embeddings=16,
+                num_labels=3,
+            )
+        ),
+        args=TrainingArguments(
+            output_dir="unused",
+            learning_rate=trial.suggest_float("lr", 1e-5, 1e-3, log=True),
+            num_train_epochs=10,
+            per_device_train_batch_size=BATCH_SIZE,
+            eval_strategy="epoch",
+            report_to="none",
+            use_cpu=True,
+        ),
+        train_dataset="train",
+        eval_dataset="val",
+        compute_metrics=accuracy,
+        callbacks=[PruningCallback(trial, "eval_accuracy")],
+    )
+    trainer.train()
+    return trainer.evaluate()["eval_accuracy"]
+
+
+@pytest.mark.parametrize("kind", ["in_float32", *KINDS])
+def test_the_check_clears_it(pipeline: Any, tmp_path: Path, kind: str) -> None:
+    objective = objective_of(kind, tmp_path) if kind in KINDS else in_float32
+    report = FleetExecutor(pipeline, devices=2).preflight(optuna.create_study(), objective)
+    assert report.may_widen, report
+    assert report.may_move, report
 
 
 class Weighted(Trainer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import math
 import os
 import random
@@ -197,8 +198,6 @@ def _normalised(*, bias: bool = False) -> nn.Module:
     return network(nn.BatchNorm1d(8), nn.ReLU(), bias=bias)
 
 
-# A bias before BatchNorm has no gradient but rounding, of which these make steps.
-AMPLIFY_ROUNDING = ("Rprop", "Adafactor")
 OPTIMIZERS = [kind for kind in torch_objects.OPTIMIZERS if _is_for_all(kind)]
 for _kind in OPTIMIZERS:
 
@@ -208,9 +207,9 @@ for _kind in OPTIMIZERS:
     _of = f"optimizer: {_kind.__name__}"
     GOOD.add(_of, trains(mean_of_classes, network, _optimizer), ANY)
     GOOD.add(f"{_of}, BatchNorm", trains(mean_of_classes, _normalised, _optimizer), ANY)
-    if _kind.__name__ not in AMPLIFY_ROUNDING:
-        _biased = functools.partial(_normalised, bias=True)
-        GOOD.add(f"{_of}, bias, BatchNorm", trains(mean_of_classes, _biased, _optimizer), ANY)
+    # It has no gradient but rounding, of which Rprop and Adafactor make steps.
+    _biased = functools.partial(_normalised, bias=True)
+    GOOD.add(f"{_of}, bias, BatchNorm", trains(mean_of_classes, _biased, _optimizer), ANY)
 GOOD.add(
     "optimizer: momentum, weight decay",
     trains(
@@ -792,6 +791,12 @@ def _spectral() -> nn.Module:
     return model
 
 
+def _deep() -> nn.Module:
+    """Of three rows: what rounding changes grows from layer to layer, and from step to step."""
+    layers = [(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(30)]
+    return network(*itertools.chain.from_iterable(layers))
+
+
 def _attention() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (3, 2)),
@@ -814,6 +819,8 @@ class Recurrent(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: network(nn.ReLU(), nn.Dropout(0.5)),
     "BatchNorm without statistics": lambda: network(nn.BatchNorm1d(8, track_running_stats=False)),
+    "BatchNorm twice": lambda: network(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)),
+    "BatchNorm in depth": _deep,
     "BatchNorm by cumulative mean": lambda: network(nn.BatchNorm1d(8, momentum=None)),
     "GroupNorm": lambda: network(nn.GroupNorm(2, 8), nn.SiLU()),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)),

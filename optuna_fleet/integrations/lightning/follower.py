@@ -41,6 +41,10 @@ class Follower(Callback):
         epoch = next(self._epochs)  # where it has converged, StopIteration ends Lightning's loop
         if not self._trial.has_pending_gradients:
             pl_module.zero_grad()  # no checkpoint has those, and a step would be another one
+        if self._trial.is_preflight:  # which leaves out epochs
+            current: Any = trainer.fit_loop.epoch_progress.current
+            current.started = current.processed = current.completed = epoch
+            current.ready = epoch + 1
         if epoch != trainer.current_epoch:
             raise FleetConfigError(
                 f"The Trainer begins at epoch {trainer.current_epoch}, but the trial at {epoch}: "
@@ -56,6 +60,7 @@ class Follower(Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         """Forget what was of a stand-in."""
         self._stand_ins.end_batch()
+        self._logged.end_batch()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Logged.check_data`."""
@@ -76,6 +81,7 @@ class Follower(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Logged.merge`."""
         self._logged.merge(trainer)
+        self._logged.merge_steps(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Logged.check_monitored`: those that monitor come next."""

@@ -18,6 +18,11 @@ class Logged:
 
     def __init__(self, trial: FleetTrial) -> None:
         self._trial = trial
+        self._last_size = 0  # of this rank's part of the last batch that was trained on
+
+    def end_batch(self) -> None:
+        """A batch was trained on."""
+        self._last_size = self._trial.shard_size
 
     def check_data(self, trainer: Any) -> None:
         """A rank that has no sample at all logs nothing: others would wait for its metrics."""
@@ -28,6 +33,15 @@ class Logged:
                     f"It is evaluated on batches of {most} at most, so that more devices have "
                     "no sample to log metrics of: give a larger `batch_size` to use more.",
                 )
+
+    def merge_steps(self, trainer: Any) -> None:
+        """Of what was logged per step, give each rank the last step's value of the whole trial."""
+        known = trainer.callback_metrics
+        metas = [result.meta for result in (trainer._results or {}).values()]
+        names = {meta.forked_name(True) for meta in metas if meta.on_step} & known.keys()
+        steps = {name: known[name] for name in sorted(names)}
+        if group_size() > 1 and steps:
+            known.update(self._trial.mean(steps, weight=self._last_size))
 
     def merge(self, trainer: Trainer) -> None:
         """Put the values of all ranks together, so that each has those of the whole trial."""

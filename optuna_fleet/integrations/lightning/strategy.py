@@ -41,7 +41,8 @@ class FleetStrategy(Strategy):
     nor are its hooks for checkpoints called: use `trial.state`.
 
     What is logged per epoch (``self.log(..., on_epoch=True)``) is that of the whole trial on every
-    rank, as one process would have logged it. A value per step is this rank's.
+    rank, as one process would have logged it. A value per step is this rank's; the last one of an
+    epoch is that of the whole trial.
 
     Args:
         trial: What the objective was given.
