@@ -1,4 +1,4 @@
-"""An objective in float64, whatever precision it asks for."""
+"""An objective in float64 on the CPU, whatever precision and device it asks for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _DOUBLE = {
     torch.complex64: torch.complex128,
 }
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_MOVES = {Tensor.cuda, Tensor.cpu}
 _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy}
 
 
 class InDouble(TorchFunctionMode):
-    """While it is entered, what would be of less precision is float64."""
+    """While it is entered, what would be of less precision is float64, and on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
@@ -27,8 +28,10 @@ class InDouble(TorchFunctionMode):
             return func(*args, **(kwargs or {}))  # its scales are float32 whatever it scales
         if func in _CASTS:
             return args[0].double()
-        args = tuple(map(_wider, args))
-        kwargs = {name: _wider(value) for name, value in (kwargs or {}).items()}
+        if func in _MOVES:
+            return args[0]
+        args = tuple(map(_instead, args))
+        kwargs = {name: _instead(value) for name, value in (kwargs or {}).items()}
         with torch._C._DisableAutocast():
             try:
                 result = func(*args, **kwargs)
@@ -40,7 +43,10 @@ class InDouble(TorchFunctionMode):
         return in_double(result) if func in _MAKERS else result
 
 
-def _wider(value: Any) -> Any:
+def _instead(value: Any) -> Any:
+    """What stands for a type of numbers, or a device."""
+    if isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda":
+        return type(value)("cpu")
     return _DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
@@ -50,4 +56,4 @@ def _ids(value: Any) -> list[int]:
 
 def in_double(value: Any) -> Any:
     """Nested data, with its numbers in float64."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_wider(tensor.dtype)), value)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_instead(tensor.dtype)), value)

@@ -82,6 +82,13 @@ def gradient_penalty(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(outputs, y) + (slope.norm(dim=1) - 1).square().mean()
 
 
+@GOOD.loss(ANY, make=lambda: scorer().to("cuda"))
+def on_a_gpu_by_name(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    """Checks are on the CPU, whatever a script asks for."""
+    shift = torch.zeros(3, device=torch.device("cuda", 0))
+    return F.cross_entropy(model(x.to("cuda:0")) + shift, y.cuda())
+
+
 @GOOD.loss(ANY)
 def mixup_with_itself(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     """Each row with another view of its own."""
