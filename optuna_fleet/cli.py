@@ -223,7 +223,10 @@ def _add_replay(commands: Any) -> None:
         "--forward-looking-time", type=_number(1e-9), default=120.0, metavar="SECONDS"
     )
     command.add_argument(
-        "--objective", choices=["throughput", "scaling-efficiency"], default="throughput"
+        "--objective",
+        choices=["makespan", "throughput", "scaling-efficiency"],
+        default="throughput",
+        help="of elastic; makespan is what policies.Elastic() does by default",
     )
     command.add_argument(
         "--events",

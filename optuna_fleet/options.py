@@ -120,7 +120,7 @@ class Preflight:
 
     Args:
         share: The part of the devices' time that checks may take; past it what is unchecked stays
-            on one device. The first check is always made.
+            on one device, and where it is. The first that a plan needs is made at once.
         limit_s: Seconds that the objective may take on one device, cut short as it is then.
 
     Raises:

@@ -124,11 +124,24 @@ class Homogeneous(Policy):
 @suggests_options
 @dataclass(frozen=True, kw_only=True)
 class FleetG(Policy):
-    """FLEET's allocation in rounds, as published (FLEET 4.3.2)."""
+    """FLEET's allocation in rounds, as published (FLEET 4.3.2).
+
+    Args:
+        delta: How far from the fastest trial's rate that of a flotilla's members may be, in
+            samples/s (FLEET Alg. 2).
+    """
 
     is_coupled: ClassVar[bool] = True
-    allocator_type: ClassVar[type[Allocator]] = FleetAllocator
     rate_spread: float = math.inf
+    delta: float = FleetAllocator().delta
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("delta", self.delta, above=0)
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return FleetAllocator(delta=self.delta)
 
 
 @suggests_options
@@ -173,19 +186,22 @@ class Elastic(Policy):
     Args:
         objective: "makespan", to be done soon; "throughput" or "scaling-efficiency", to get most
             done; or a function (candidate, devices) -> outcome per second, for the same.
+        forward_looking_s: Seconds for which a decision is expected to last, so that what a move
+            gains within them must be more than it costs (T_fwd); not for "makespan".
     """
 
     paradigm: Paradigm = "elastic"
     moves_within_epochs: bool = True
     objective: str | Objective = "makespan"
+    forward_looking_s: float = ElasticAllocator().forward_looking_s
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.new_allocator(0)  # checks the objective
+        self.new_allocator(0)  # checks the arguments
 
     def new_allocator(self, seed: int) -> Allocator:
         """See `Policy`."""
-        return ElasticAllocator(objective=self.objective)
+        return ElasticAllocator(objective=self.objective, forward_looking_s=self.forward_looking_s)
 
 
 @suggests_options

@@ -35,6 +35,21 @@ def timed(allocator: Allocator, problem: AllocationProblem) -> Plan:
     return replace(plan, solve_time_s=elapsed_s) if isinstance(plan, Plan) else plan
 
 
+def fallen_back(fallback: Allocator, problem: AllocationProblem, cause: str) -> Plan:
+    """The fallback's plan; its ``status`` and ``reason`` begin with "fallback: " and the cause."""
+    plan = timed(fallback, problem)
+    status = f"fallback: {cause}"
+    return replace(plan, status=status, reason=f"{status}; {plan.reason}")
+
+
+def in_process(allocator: Allocator, fallback: Allocator, problem: AllocationProblem) -> Plan:
+    """The allocator's plan, or the fallback's where it has none, in this process."""
+    try:
+        return timed(allocator, problem)
+    except AllocationFailed as error:
+        return fallen_back(fallback, problem, str(error))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnderWay:
     problem: AllocationProblem
@@ -223,9 +238,7 @@ class IsolatedAllocator:
         _logger.warning(
             "Allocation by %s instead of %s: %s", self._fallback.name, self.name, cause
         )
-        plan = timed(self._fallback, problem)
-        status = f"fallback: {cause}"
-        return replace(plan, status=status, reason=f"{status}; {plan.reason}")
+        return fallen_back(self._fallback, problem, cause)
 
     def _reap(self, patience_s: float = 0.0) -> str:
         """Ends the child if it lives on for ``patience_s``; says how it ended."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from optuna_fleet.alloc.counts import MAX_CELLS, Array, CountProblem, solve_exactly
 from optuna_fleet.alloc.counts_mip import solve_by_mip
+from optuna_fleet.alloc.greedy import GreedyAllocator
 from optuna_fleet.alloc.problem import (
     SEVERAL,
     AllocationFailed,
@@ -293,3 +294,7 @@ def _merged(name: str, plans: Mapping[str, Plan]) -> Plan:
         or "no trials, no devices",
         status=fallbacks[0] if fallbacks else status,
     )
+
+
+CAUTIOUS = ByKind(inner=GreedyAllocator(keep_flying=True), cautious=True)
+"""The fallback of every policy."""

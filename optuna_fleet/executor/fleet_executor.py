@@ -238,7 +238,8 @@ class FleetExecutor:
             raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
         facts = {"study_name": study.study_name, "user_attrs": study.user_attrs}
         pipeline, seed = self._options.pipeline, self._options.seed
-        with Checker() as checker:
+        limit_s = (self._options.preflight or Preflight()).limit_s
+        with Checker(first_limit_s=limit_s) as checker:
             return checker.check(
                 func, pipeline, params, facts=facts, directions=study.directions, seed=seed
             )

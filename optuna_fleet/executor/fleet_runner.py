@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from optuna_fleet.alloc import ByKind, GreedyAllocator, IsolatedAllocator
+from optuna_fleet.alloc import ByKind, IsolatedAllocator
+from optuna_fleet.alloc.kinds import CAUTIOUS
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
@@ -114,10 +115,7 @@ class FleetRunner:
             self._runtime = Runtime(
                 self._engine,
                 options.pipeline,
-                IsolatedAllocator(
-                    ByKind(inner=options.allocator),
-                    ByKind(inner=GreedyAllocator(keep_flying=True), cautious=True),
-                ),
+                IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,
                 self._network,

@@ -33,17 +33,20 @@ class Findings:
         self.all: list[Finding] = []
         self.of = of
         self._path = path
+        self._kept: list[Finding] = []  # for good
         if of and path is not None:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 kept = json.loads(path.read_text(encoding="utf-8"))
-                self.all += [_finding(one) for one in kept["findings"] if kept["of"] == of]
+                self._kept = [_finding(one) for one in kept["findings"] if kept["of"] == of]
+        self.all += self._kept
 
-    def keep(self, found: Finding) -> None:
-        """Keep one more."""
+    def keep(self, found: Finding, *, for_good: bool) -> None:
+        """Keep one more, for later processes too if it is `for_good`."""
         self.all.append(found)
-        if not self.of or self._path is None:
+        if not for_good or not self.of or self._path is None:
             return
-        kept = {"of": self.of, "findings": [_plain(one) for one in self.all]}
+        self._kept.append(found)
+        kept = {"of": self.of, "findings": [_plain(one) for one in self._kept]}
         with contextlib.suppress(OSError), replacing(self._path) as file:  # else it is made again
             file.write(json.dumps(kept, indent=1).encode())
 

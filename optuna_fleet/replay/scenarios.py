@@ -111,7 +111,8 @@ class TraceScenario:
         trials: In order of submission.
         max_trials: P_jmax, trials at once, first come first served.
         forward_looking_s: T_fwd.
-        objective: What "elastic" maximises over that time.
+        objective: What "elastic" maximises over that time; or "makespan", as `policies.Elastic`
+            does by default.
         events: When to decide: also as trials end ("completions"), or only as nodes come and go.
         published_heuristic: The equal split as published, with its flaw.
         to_the_end: Go through the trace again until all trials have ended.
@@ -122,7 +123,7 @@ class TraceScenario:
     policy: Literal["elastic", "equal-split"] = "elastic"
     max_trials: int = 10
     forward_looking_s: float = 120.0
-    objective: Literal["throughput", "scaling-efficiency"] = "throughput"
+    objective: Literal["makespan", "throughput", "scaling-efficiency"] = "throughput"
     events: Literal["completions", "nodes-only"] = "completions"
     published_heuristic: bool = False
     to_the_end: bool = False

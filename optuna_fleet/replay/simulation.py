@@ -14,8 +14,8 @@ from itertools import count
 
 from typing_extensions import assert_never
 
-from optuna_fleet.alloc.isolation import timed
-from optuna_fleet.alloc.kinds import ByKind
+from optuna_fleet.alloc.isolation import in_process
+from optuna_fleet.alloc.kinds import CAUTIOUS, ByKind
 from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
@@ -262,7 +262,7 @@ class Simulation:
         self._tell_at(max(after_s, self._now + missing_s), CheckAffordable())
 
     def _plan_for(self, problem: AllocationProblem) -> Plan:
-        plan = timed(self._allocator, problem)
+        plan = in_process(self._allocator, CAUTIOUS, problem)
         self._totals.solve_s.append(plan.solve_time_s)
         return plan
 

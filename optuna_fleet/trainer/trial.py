@@ -24,8 +24,8 @@ class FleetTrial(RemoteTrial):
     """An `optuna.Trial` with the methods of training on the fleet.
 
     These are `prepare`, `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`,
-    `is_resumed`, `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a
-    plain Optuna objective and runs unchanged, on one device.
+    `is_resumed`, `is_preflight`, `best_value`, `should_stop`, `pipeline`. An objective that uses
+    none of them is a plain Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -64,7 +64,8 @@ class FleetTrial(RemoteTrial):
         """Whether this is a rehearsal of the pre-flight check, in a process that is thrown away.
 
         Use it where the objective's beginning does what must be done for real trials only: ``if
-        not trial.is_preflight: database.insert(...)``. It must not change what is trained.
+        not trial.is_preflight: database.insert(...)``. It must not change what is trained. There
+        `number` is 0, and what is reported goes nowhere.
         """
         return False
 

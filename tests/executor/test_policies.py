@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optuna_fleet import FleetExecutor, policies
-from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
+from optuna_fleet import FleetConfigError, FleetExecutor, policies
+from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, FleetAllocator, Plan
 from optuna_fleet.events import Model
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.policies import POLICIES
@@ -63,6 +63,18 @@ def losses_of(policy: Any, objective: Any = short, **options: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
     return losses_of("baseline", short_or_in_stages)
+
+
+def test_what_the_papers_leave_open_is_an_option() -> None:
+    """T_fwd of BFTrainer, delta of FLEET."""
+    elastic = policies.Elastic(objective="throughput", forward_looking_s=60.0)
+    assert elastic.new_allocator(0) == ElasticAllocator(
+        objective="throughput", forward_looking_s=60.0
+    )
+    for policy in (policies.FleetG(delta=5.0), policies.FleetL(delta=5.0)):
+        assert policy.new_allocator(0) == FleetAllocator(delta=5.0)
+    with pytest.raises(FleetConfigError, match="delta"):
+        policies.FleetG(delta=0.0)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "baseline"])

@@ -242,7 +242,7 @@ def test_who_is_on_a_device_that_leaves_goes_elsewhere_before(paradigm: Any) -> 
     assert launches(sweep.tell(joined(5, node=1))) == [(0, (5,))]
     sweep.tell(*node_leaves(0))
     sweep.tell(joined(0))
-    assert 0 in sweep.controller._roster.free()
+    assert 0 in sweep.controller._roster.idle
 
 
 def test_who_may_be_left_within_an_epoch_leaves_at_once() -> None:

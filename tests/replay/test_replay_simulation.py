@@ -11,7 +11,7 @@ from replay_cases import (
     trial,
 )
 
-from optuna_fleet.alloc import ElasticAllocator
+from optuna_fleet.alloc import AllocationFailed, ElasticAllocator
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import pruned_after
 from optuna_fleet.replay.report import common_report, utilisation
@@ -30,6 +30,18 @@ def widening(time_s=10.0):
 def narrowing(time_s=10.0):
     """Two devices, of which the second leaves."""
     return [all_join(2), FleetChange(time_s=time_s, left=(1,))]
+
+
+class Speechless:
+    name = "speechless"
+
+    def allocate(self, problem):
+        raise AllocationFailed("no solution found")
+
+
+def test_where_the_solver_has_no_answer_the_fallback_plans_as_in_a_sweep():
+    trials = [trial(epochs=2), trial(epochs=3)]
+    check_all_ended(simulate(trials, [all_join(2)], Speechless()), trials)
 
 
 def test_a_trial_trains_at_its_rate():

@@ -130,7 +130,7 @@ class Checks:
             text = _FOUND.format(number=order.number, finding=finding, advice=advice)
             compat.fleet_logger.warning(text.strip())
         found = verdict.finding(order.traits)
-        self._findings.keep(found)
+        self._findings.keep(found, for_good=not isinstance(verdict, NotChecked))
         return [CheckEnded(finding=found)]
 
     def node_lost(self, devices: Collection[int]) -> list[Event]:

@@ -138,7 +138,8 @@ class Controller:
                 self._problems.may_grow = event.is_expected
                 self._planner.has_news = True
             case DeviceJoined():
-                self._presence.join(event.device)
+                if self._presence.join(event.device):
+                    self._planner.end_round()
                 self._roster.join(event.device.index)
                 self._planner.has_news = True
             case TrialProposed():
@@ -324,7 +325,8 @@ class Controller:
         if self._planner.is_deciding:  # what it is made for must still be there when it comes
             return instructions
         unplanned = [t for t in self._roster.waiting() if self._avoidance.waits(t)]
-        instructions += self._start_singly(self._roster.with_status(Status.PROPOSED) + unplanned)
+        proposed = self._roster.with_status(Status.PROPOSED) if self._planner.takes_new else []
+        instructions += self._start_singly(proposed + unplanned)
         if self._exhausted:
             instructions += self._give_back_unlaunched()
         elif self._may_propose():
@@ -346,7 +348,7 @@ class Controller:
         return [] if trial is None else [self._roster.begin_check(trial, free[0])]
 
     def _may_propose(self) -> bool:
-        if self._proposing or self._proposal_delayed:
+        if self._proposing or self._proposal_delayed or not self._planner.takes_new:
             return False
         most = self.policy.max_trials
         if most is not None and len(self._roster.trials) >= most:

@@ -29,6 +29,8 @@ from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Trial
 class Rounds:
     """When a round of plans is over: the global paradigm then decides anew, as all do at first.
 
+    Until then what its trials leave stays free (FLEET 4.2).
+
     Attributes:
         number: Of the present round; 0 before the first plan.
     """
@@ -52,7 +54,15 @@ class Rounds:
         if self._policy.paradigm == "local":
             return False
         active = sum(m for n, m in self._widths.items() if n in trials)
-        return active < self._policy.alpha * sum(self._widths.values())
+        return not active or active < self._policy.alpha * sum(self._widths.values())
+
+    def end(self) -> None:
+        """It is over, whoever is active."""
+        self._widths = {}
+
+    def has(self, trial: Trial) -> bool:
+        """Whether a trial is one of the present round."""
+        return trial.number in self._widths
 
     def awaits(self, unsettled: set[int]) -> bool:
         """Whether the next round should know the rates of runs that are measured now.
@@ -99,6 +109,15 @@ class Planner:
         """Number of plans that were carried out."""
         return self._rounds.number
 
+    @property
+    def takes_new(self) -> bool:
+        """Whether devices that are free may be given to what is not of the present round."""
+        return self._policy.paradigm != "global" or self._rounds.is_over(self._roster.trials)
+
+    def end_round(self) -> None:
+        """There are more devices than the round was made for."""
+        self._rounds.end()
+
     def may_rest(self, trial: Trial) -> bool:
         """Whether a trial at the end of an epoch waits for a plan, which could move it."""
         return self._policy.paradigm == "elastic" and self._problems.may_leave(trial)
@@ -143,7 +162,9 @@ class Planner:
             return not roster.is_clearing() and any(
                 self._problems.is_movable(trial) for trial in candidates
             )
-        if self.round > 0 and roster.has_free() and roster.waiting():
+        fills = self._policy.paradigm == "local"  # else it only has back what a fault has taken
+        waiting = any(fills or self._rounds.has(trial) for trial in roster.waiting())
+        if self.round > 0 and waiting and roster.has_free():
             return True
         return self._is_void or (
             self._rounds.is_over(roster.trials) and not self._rounds.awaits(self._unsettled())

@@ -29,12 +29,13 @@ class Presence:
     def __iter__(self) -> Iterator[int]:
         return iter(self._here)
 
-    def join(self, device: Device) -> None:
-        """A device joins, for the first time or again."""
-        self.leave(device.index)
+    def join(self, device: Device) -> bool:
+        """A device joins, for the first time or again; return whether there is one more now."""
+        is_more = not self.leave(device.index)
         self._known[device.index] = device
         self._here.add(device.index)
         self._count(device, 1)
+        return is_more
 
     def leave(self, device: int) -> bool:
         """A device is gone; return whether that is news."""
