@@ -1,4 +1,4 @@
-"""The command line: `optuna-fleet agent`, `submit`, `top`, `simulate`, `replay`, `checkpoints`."""
+"""The command line: `optuna-fleet agent`, `submit`, `top`, `simulate`, `replay` and others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from optuna_fleet.checkpoints.folder import holder_of
 from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.agent.command import add_agent
+from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.ensemble import load_ensemble
@@ -31,7 +32,8 @@ from optuna_fleet.replay.scenarios import (
     trace_report,
 )
 from optuna_fleet.replay.simulation import Outcome
-from optuna_fleet.replay.trace import load_trace
+from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
+from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
 from optuna_fleet.visualization.live.command import add_top
 
 
@@ -115,6 +117,13 @@ def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
     return trace_report(run, outcome), outcome
 
 
+def _trace(options: argparse.Namespace) -> int:
+    trace = synthetic_trace(options.seed, num_nodes=options.nodes, hours=options.hours)
+    save_trace(trace, options.trace)
+    print("\n".join(lines(trace_statistics(trace))), flush=True)
+    return 0
+
+
 def _write(path: Path, text: str) -> None:
     if str(path) == "-":
         print(text, end="", flush=True)
@@ -136,6 +145,8 @@ def _parser() -> argparse.ArgumentParser:
     add_agent(commands)
     _add_simulate(commands)
     _add_replay(commands)
+    _add_trace(commands)
+    add_record(commands)
     _add_checkpoints(commands)
     add_submit(commands)
     add_top(commands)
@@ -197,10 +208,14 @@ def _add_simulate(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     command = commands.add_parser(
-        "replay", help="run a workload on a recorded trace of nodes that come and go"
+        "replay", help="run a workload on a trace of nodes that come and go"
     )
-    command.add_argument("trace", type=Path, metavar="TRACE.npz")
-    command.add_argument("jobs", type=Path, metavar="JOBS.json")
+    command.add_argument(
+        "trace", type=Path, metavar="TRACE.npz", help="what `record` or `trace` wrote"
+    )
+    command.add_argument(
+        "jobs", type=Path, nargs="?", metavar="JOBS.json", help="default BFTrainer's"
+    )
     command.add_argument("--mix", choices=list(MIXES), default="hpo")
     command.add_argument("--policy", choices=["elastic", "equal-split"], default="elastic")
     command.add_argument("--max-trials", type=_at_least(1), default=10, help="trials at once")
@@ -228,6 +243,25 @@ def _add_replay(commands: Any) -> None:
         "--to-the-end", action="store_true", help="repeat the trace until all trials have ended"
     )
     _add_outputs(command, _replay)
+
+
+def _add_trace(commands: Any) -> None:
+    command = commands.add_parser(
+        "trace", help="make up a trace of idle nodes like those of Summit, for `replay`"
+    )
+    command.add_argument("trace", type=Path, metavar="TRACE.npz")
+    command.add_argument(
+        "--nodes", type=_at_least(1, SUMMIT_NODES), default=1024, metavar="N", help="default 1024"
+    )
+    command.add_argument(
+        "--hours",
+        type=_number(0.01, most=10_000.0),
+        default=168.0,
+        metavar="H",
+        help="default 168, a week",
+    )
+    command.add_argument("--seed", type=_at_least(0, 2**63), default=0, help="default 0")
+    command.set_defaults(run=_trace)
 
 
 def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from optuna_fleet.replay.bftrainer import BFTRAINER
 from optuna_fleet.replay.fields import Fields
 from optuna_fleet.replay.workload import SimulatedTrial
 
@@ -13,13 +14,14 @@ MIXES = {"hpo": "hpo_shufflenet", "diverse": "diverse"}
 """Name on the command line -> name in the file."""
 
 
-def load_jobs(path: Path, mix: str) -> tuple[SimulatedTrial, ...]:
+def load_jobs(path: Path | None, mix: str) -> tuple[SimulatedTrial, ...]:
     """The trials of a workload file.
 
     Args:
         path: A JSON file with `scaling` (by model: `nodes` and `images_per_s`, rates between the
             given widths are linear) and the experiments `hpo_shufflenet` (equal trials) and
-            `diverse` (models taking turns, rescaling times of their own).
+            `diverse` (models taking turns, rescaling times of their own). None for those that
+            the paper prints.
         mix: Which experiment, a key of `MIXES`.
 
     Returns:
@@ -28,7 +30,7 @@ def load_jobs(path: Path, mix: str) -> tuple[SimulatedTrial, ...]:
     Raises:
         FleetConfigError: The file can't be read, or a field is missing or wrong.
     """
-    fields = Fields.of_file(path)
+    fields = Fields.of_file(path) if path else Fields(BFTRAINER, "BFTrainer's jobs")
     jobs = fields.child(MIXES[mix])
     count = jobs.whole("n_jobs", least=1)
     widest = jobs.whole("Jmax", least=1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optuna_fleet.checkpoints.file import replacing
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.workload import FleetChange
 from optuna_fleet.resources import Device, Fleet
@@ -21,7 +22,7 @@ class NodeTrace:
 
     Attributes:
         time_s: [E] moments at which nodes come or go, seconds from the start, rising; the first
-            is the start.
+            is the start. Nothing need happen at the last, the end.
         initial_idle: [N] whether the node is idle at the start.
         event: [C] moment of each change, an index into `time_s`, not falling.
         node: [C] node that changes.
@@ -86,6 +87,57 @@ class NodeTrace:
             offset_s += self.end_s + float(np.diff(self.time_s).mean())
 
 
+def trace_statistics(trace: NodeTrace) -> dict[str, float]:
+    """What BFTrainer's section 2.1 says of idle nodes; spells are cut at start and end."""
+    hours = (trace.end_s - float(trace.time_s[0])) / 3600
+    spells = _spells_s(trace)
+    is_short = spells < 600
+    moments = {way: len(np.unique(trace.event[trace.delta == way])) for way in (1, -1)}
+    return {
+        "nodes": len(trace.names),
+        "hours": hours,
+        "mean_idle": float(spells.sum()) / 3600 / hours,
+        "most_idle": trace.most_nodes(),
+        "joins_per_h": moments[1] / hours,
+        "leaves_per_h": moments[-1] / hours,
+        "under_10_min": float(is_short.mean()) if len(spells) else 0.0,
+        "time_under_10_min": float(spells[is_short].sum() / spells.sum()) if len(spells) else 0.0,
+    }
+
+
+def _spells_s(trace: NodeTrace) -> NDArray[np.float64]:
+    """How long nodes were idle, each time."""
+    start_s = np.where(trace.initial_idle, trace.time_s[0], np.nan)
+    spells = []
+    changes = (trace.time_s[trace.event], trace.node, trace.delta)
+    for time_s, node, delta in zip(*(array.tolist() for array in changes), strict=True):
+        if delta < 0:
+            spells.append(time_s - start_s[node])
+        start_s[node] = time_s if delta > 0 else np.nan
+    return np.append(spells, trace.end_s - start_s[~np.isnan(start_s)])
+
+
+def save_trace(trace: NodeTrace, path: Path, **more: Any) -> None:
+    """Write the file that :func:`load_trace` reads, whole or not at all, with `more` arrays.
+
+    Raises:
+        FleetConfigError: It can't be written; what was there is as it was.
+    """
+    arrays: dict[str, Any] = {
+        "time_s": trace.time_s,
+        "initial_idle": trace.initial_idle,
+        "change_event": trace.event,
+        "change_node": trace.node,
+        "change_delta": trace.delta,
+        "node_name": np.array(trace.names, dtype=np.str_),
+    }
+    try:
+        with replacing(path) as file:
+            np.savez_compressed(file, **arrays, **more)
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be written: {error.strerror or error}.") from error
+
+
 def load_trace(path: Path) -> NodeTrace:
     """A trace from a NumPy archive with the arrays of :class:`NodeTrace`.
 
@@ -106,10 +158,11 @@ def load_trace(path: Path) -> NodeTrace:
     )
     if problem := _problem(trace):
         raise FleetConfigError(f"{path} is no trace: {problem}.")
-    return _by_name(trace)
+    return by_name(trace)
 
 
-def _by_name(trace: NodeTrace) -> NodeTrace:
+def by_name(trace: NodeTrace) -> NodeTrace:
+    """The same with its names in ascending order."""
     order = np.argsort(trace.names, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

@@ -1,0 +1,333 @@
+"""Traces that are made up, or recorded from Slurm, and what `replay` reads of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from optuna_fleet.cli import main
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.replay.jobs import load_jobs
+from optuna_fleet.replay.recording import Recording, idle_nodes
+from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
+from optuna_fleet.replay.trace import NodeTrace, load_trace, save_trace, trace_statistics
+
+SINFO = """#!/bin/sh
+count=$(($(cat "$0.count" 2>/dev/null || echo 0) + 1))
+echo $count > "$0.count"
+exec sh "$0.$count" "$@"
+"""
+INTERRUPT = "kill -INT $PPID"
+
+
+def same(one: NodeTrace, other: NodeTrace) -> bool:
+    arrays = ("time_s", "initial_idle", "event", "node", "delta")
+    equal = (np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
+    return one.names == other.names and all(equal)
+
+
+# -- made up ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_made_up_week_of_summit_is_as_published(seed: int) -> None:
+    week = trace_statistics(synthetic_trace(seed, num_nodes=SUMMIT_NODES))
+    assert (week["nodes"], week["hours"]) == (4608, 168.0)
+    assert week["joins_per_h"] == pytest.approx(42, rel=0.1)
+    assert week["leaves_per_h"] == pytest.approx(31, rel=0.1)
+    assert week["mean_idle"] == pytest.approx(407, rel=0.1)
+    assert week["most_idle"] > 1000
+    assert week["under_10_min"] == pytest.approx(0.58, abs=0.02)
+    assert week["time_under_10_min"] == pytest.approx(0.10, abs=0.02)
+
+
+@pytest.mark.parametrize(("num_nodes", "hours"), [(1, 0.01), (1, 48.0), (64, 24.0), (4608, 1.0)])
+def test_every_made_up_trace_is_read_as_it_was_written(
+    num_nodes: int, hours: float, tmp_path: Path
+) -> None:
+    trace = synthetic_trace(3, num_nodes=num_nodes, hours=hours)
+    save_trace(trace, tmp_path / "trace.npz")
+    assert same(load_trace(tmp_path / "trace.npz"), trace)
+    assert len(trace.names) == num_nodes
+    assert trace.end_s == pytest.approx(hours * 3600, abs=5)
+    assert (np.diff(trace.time_s) >= 10).all()
+
+
+def test_a_part_of_the_machine_has_its_share_of_idle_nodes() -> None:
+    part = trace_statistics(synthetic_trace(0, num_nodes=1024))
+    assert part["mean_idle"] == pytest.approx(1024 * 407 / 4608, rel=0.1)
+    assert part["under_10_min"] == pytest.approx(0.58, abs=0.02)
+    assert 20 < part["joins_per_h"] < 42
+
+
+def test_the_seed_decides() -> None:
+    one, again, other = (synthetic_trace(seed, num_nodes=64, hours=12) for seed in (5, 5, 6))
+    assert same(one, again)
+    assert not same(one, other)
+
+
+def test_the_statistics_by_hand() -> None:
+    trace = NodeTrace(
+        time_s=np.array([0.0, 500.0, 1800.0, 3600.0]),
+        initial_idle=np.array([True, False]),
+        event=np.array([1, 1, 2]),
+        node=np.array([0, 1, 0]),
+        delta=np.array([-1, 1, 1]),
+        names=("a", "b"),
+    )
+    assert trace_statistics(trace) == {
+        "nodes": 2,
+        "hours": 1.0,
+        "mean_idle": pytest.approx((500 + 3100 + 1800) / 3600),
+        "most_idle": 2,
+        "joins_per_h": 2.0,
+        "leaves_per_h": 1.0,
+        "under_10_min": pytest.approx(1 / 3),
+        "time_under_10_min": pytest.approx(500 / 5400),
+    }
+
+
+@pytest.mark.parametrize("mix", ["hpo", "diverse"])
+def test_a_new_user_replays_bftrainers_jobs_without_any_file(
+    mix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(tmp_path / "trace.npz")
+    assert main(["trace", trace, "--nodes", "64", "--hours", "24", "--seed", "1"]) == 0
+    assert "mean_idle " in capsys.readouterr().out
+    assert main(["replay", trace, "--mix", mix, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["trials"] > 0
+    assert 0.5 < report["utilisation"] < 1.2
+
+
+def test_bftrainers_jobs_are_those_that_the_paper_prints() -> None:
+    hpo, diverse = load_jobs(None, "hpo"), load_jobs(None, "diverse")
+    assert {(t.name, t.work, t.rates[0], t.rates[63]) for t in hpo} == {
+        ("ShuffleNet", 130e6, 2800.0, 145100.0)
+    }
+    assert (len(hpo), len(diverse), len({t.name for t in diverse})) == (1000, 1000, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--nodes", "4609"], "'4609' must be a whole number >= 1 and <= 4608"),
+        (["--hours", "0"], "'0' must be a number >= 0.01 and <= 10000"),
+        (["--seed", "-1"], "'-1' must be a whole number >= 0"),
+    ],
+)
+def test_a_trace_that_can_not_be_made_up(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", str(tmp_path / "trace.npz"), *arguments])
+    assert line in capsys.readouterr().err
+
+
+def test_a_trace_that_can_not_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(tmp_path), "--nodes", "8", "--hours", "1"]) == 2
+    assert f"{tmp_path} can't be written: Is a directory." in capsys.readouterr().err
+
+
+# -- what sinfo says ----------------------------------------------------------------------------
+
+
+def test_idle_are_nodes_that_could_be_used_now() -> None:
+    text = "n1|idle\nn2|plnd\nn-3.x|idle-\nn4|mix\nn5|idle*\nn6|idle~\nn7|drain\nn8|down*\n"
+    assert idle_nodes(f"CLUSTER: here\n\n{text}") == {
+        **dict.fromkeys(("n1", "n2", "n-3.x"), True),
+        **dict.fromkeys(("n4", "n5", "n6", "n7", "n8"), False),
+    }
+
+
+@pytest.mark.parametrize("text", ["n1|idle\nn2|", "n1 idle", "NODELIST|STATE", "\x00", "a|b|c"])
+def test_damaged_lines_are_named(text: str) -> None:
+    with pytest.raises(FleetConfigError, match="but must say node and state"):
+        idle_nodes(text)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "CLUSTER: here\n"])
+def test_no_nodes_at_all(text: str) -> None:
+    with pytest.raises(FleetConfigError, match="`sinfo` lists no nodes"):
+        idle_nodes(text)
+
+
+def test_samples_become_a_trace() -> None:
+    recording = Recording.begun({"b": True, "c": False}, 1e9, "")
+    assert not recording.is_trace
+    for time_s, idle in [
+        (10.0, {"b": True, "c": False}),
+        (20.0, {"b": False, "c": True}),
+        (30.0, {"a": True, "c": True}),  # one is new, one is gone
+        (40.0, {"a": True, "c": True}),
+        (50.0, {"a": True, "c": True}),
+    ]:
+        recording = recording.sampled(idle, time_s)
+    trace = recording.trace
+    assert trace.names == ("a", "b", "c")
+    assert trace.time_s.tolist() == [0.0, 20.0, 30.0, 50.0]
+    assert [(c.time_s, c.joined, c.left) for c in trace.changes()] == [
+        (0.0, (1,), ()),
+        (20.0, (2,), (1,)),
+        (30.0, (0,), ()),
+        (50.0, (), ()),
+    ]
+
+
+# -- `optuna-fleet record` ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in on PATH, whose n-th answer is made by a script of that number."""
+    path = tmp_path / "bin" / "sinfo"
+    path.parent.mkdir()
+    path.write_text(SINFO)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    return path
+
+
+def answers(sinfo: Path, *scripts: str) -> None:
+    Path(f"{sinfo}.count").unlink(missing_ok=True)
+    for number, script in enumerate(scripts, 1):
+        Path(f"{sinfo}.{number}").write_text(script)
+
+
+def says(*idle: str) -> str:
+    states = {name: "idle" if name in idle else "alloc" for name in ("n1", "n2", "n3")}
+    return "\n".join(f"echo '{name}|{state}'" for name, state in states.items())
+
+
+def record(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "optuna_fleet", "record", str(path), "--interval", "0.01"]
+    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+
+
+def idle_after_each(path: Path) -> list[set[str]]:
+    trace, idle = load_trace(path), set[int]()
+    found = []
+    for change in trace.changes():
+        idle = (idle | set(change.joined)) - set(change.left)
+        found.append({trace.names[i] for i in idle})
+    return found
+
+
+def test_idle_nodes_are_recorded_until_ctrl_c_and_gone_on_with(
+    sinfo: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.npz"
+    asked = f'echo "$*" > {tmp_path}/asked\n'
+    answers(sinfo, asked + says("n1"), says("n1", "n2"), says("n2"), INTERRUPT)
+    done = record(path, "--partition", "batch")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Recording 3 nodes" in done.stdout
+    assert "joins_per_h" in done.stdout
+    assert "--partition=batch" in (tmp_path / "asked").read_text().split()
+    before = [{"n1"}, {"n1", "n2"}, {"n2"}]
+    assert idle_after_each(path) == before
+
+    answers(sinfo, says("n2"), says("n2", "n3"), INTERRUPT)
+    assert record(path, "--partition", "batch").returncode == 0
+    assert idle_after_each(path) == [*before, {"n2", "n3"}]
+    assert main(["replay", str(path)]) == 0
+
+
+@pytest.mark.parametrize("other", [[], ["--partition", "debug"]])
+def test_a_recording_is_gone_on_with_of_the_same_partition_only(
+    other: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.npz"
+    Recording.begun({"n1": True}, 1e9, "batch").sampled({"n1": True}, 10.0).save(path)
+    assert main(["record", str(path), *other]) == 2
+    assert "was recorded of partition 'batch', not of " in capsys.readouterr().err
+
+
+def test_a_recording_from_the_future_is_refused(
+    sinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.npz"
+    Recording.begun({"n1": True}, 1e11, "").sampled({"n1": True}, 10.0).save(path)
+    answers(sinfo, says("n1"))
+    assert main(["record", str(path)]) == 2
+    assert "ends later than now" in capsys.readouterr().err
+
+
+def test_a_kill_loses_what_was_not_answered_only(sinfo: Path, tmp_path: Path) -> None:
+    answers(sinfo, says(), says("n3"), says("n3", "n1"), "kill -KILL $PPID")
+    record(tmp_path / "trace.npz")
+    assert idle_after_each(tmp_path / "trace.npz") == [set(), {"n3"}, {"n1", "n3"}]
+    assert [path.name for path in tmp_path.glob("*trace*")] == ["trace.npz"]
+
+
+def test_a_controller_that_is_away_for_a_while_ends_no_recording(
+    sinfo: Path, tmp_path: Path
+) -> None:
+    away = "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1"
+    answers(sinfo, says("n1"), away, "echo half a li", "true", says("n2"), INTERRUPT)
+    done = record(tmp_path / "trace.npz")
+    assert done.returncode == 0
+    assert idle_after_each(tmp_path / "trace.npz") == [{"n1"}, {"n2"}]
+    said = done.stderr.splitlines()
+    for line, why in zip(said, ("Unable to contact", "'half a li'", "no nodes"), strict=True):
+        assert "no sample at" in line
+        assert why in line
+
+
+def test_a_recording_ends_after_its_hours(sinfo: Path, tmp_path: Path) -> None:
+    answers(sinfo, says("n1"), says("n2"))
+    assert main(["record", str(tmp_path / "trace.npz"), "--hours", "1e-9"]) == 0
+    assert idle_after_each(tmp_path / "trace.npz") == [{"n1"}, {"n2"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ("true", "`sinfo` lists no nodes; `sinfo --summarize` lists the partitions."),
+        ("echo nonsense", "`sinfo` says 'nonsense', but must say node and state"),
+        ("echo 'no such cluster' >&2; exit 1", "failed: no such cluster. Recording needs"),
+    ],
+)
+def test_what_can_not_be_recorded_leaves_no_file(
+    answer: str, line: str, sinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(sinfo, answer)
+    assert main(["record", str(tmp_path / "trace.npz")]) == 2
+    assert line in capsys.readouterr().err
+    assert not (tmp_path / "trace.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "line"),
+    [
+        ("trace.npz", ["--interval", "0"], "`--interval` is 0, but must be > 0, <= 86400."),
+        ("trace.npz", ["--interval", "1e300"], "`--interval` is 1e+300, but must be > 0"),
+        ("trace.npz", ["--hours", "nan"], "`--hours` is nan, but must be > 0."),
+        ("no/such/trace.npz", [], "can't be written: see to the folder"),
+        ("made_up.npz", [], "was not recorded; give a file that is not there yet."),
+        ("text.npz", [], "is not a NumPy archive"),
+        ("trace.npz", [], "`sinfo` can't be run: "),
+    ],
+)
+def test_recordings_that_can_not_begin(
+    file: str,
+    options: list[str],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    save_trace(synthetic_trace(0, num_nodes=2, hours=1), tmp_path / "made_up.npz")
+    (tmp_path / "text.npz").write_text("no trace")
+    assert main(["record", str(tmp_path / file), *options]) == 2
+    assert line in capsys.readouterr().err
