@@ -15,10 +15,10 @@ import argparse
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.papers import fleet
+from benchmarks.papers import bftrainer, fleet
 from benchmarks.papers.rows import Table, as_markdown, as_text, summary
 
-PAPERS: dict[str, ModuleType] = {"fleet": fleet}
+PAPERS: dict[str, ModuleType] = {"fleet": fleet, "bftrainer": bftrainer}
 
 
 def main() -> None:

@@ -51,8 +51,8 @@ _POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l")
 _TABLE3 = 80
 _NETWORKS = "the networks' rates aren't published, and ours were fitted by four numbers"
 _GLOBAL = (
-    "on few GPUs FLEET-G gains little or is slower than the baseline. Part of it is that trials of "
-    "a flotilla keep the pace of its slowest: without, it would be 0.06 to 0.11 x more on 20 to 80 "
+    "on few GPUs FLEET-G gains little or is slower than the baseline. Part of it is that a "
+    "flotilla keeps the pace of its slowest: without, it would be 0.06 to 0.11 x more on 20 to 80 "
     "GPUs (seeds 0 and 1). The rest depends on the networks' rates, which aren't published"
 )
 _LOCAL = (
@@ -94,7 +94,7 @@ def tables(quick: bool, trace: Path | None = None) -> Iterator[Table]:
     yield Table(
         title="Table 3: running lengths, 80 GPUs",
         rows=tuple(_table3(runs)),
-        note="Flotillas are those of the first seed. A round here has the trials that it starts or "
+        note="Flotillas are those of the first seed. A round has the trials that it starts or "
         "moves; others go on.",
     )
     yield Table(title="Table 4: FLEET-G's time and overheads", rows=tuple(_table4(runs)))
