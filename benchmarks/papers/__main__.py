@@ -15,10 +15,15 @@ import argparse
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.papers import bftrainer, fleet
+from benchmarks.papers import bftrainer, fleet, hetpipe, pittman
 from benchmarks.papers.rows import Table, as_markdown, as_text, summary
 
-PAPERS: dict[str, ModuleType] = {"fleet": fleet, "bftrainer": bftrainer}
+PAPERS: dict[str, ModuleType] = {
+    "fleet": fleet,
+    "pittman": pittman,
+    "bftrainer": bftrainer,
+    "hetpipe": hetpipe,
+}
 
 
 def main() -> None:

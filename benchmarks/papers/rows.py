@@ -121,7 +121,7 @@ def as_markdown(table: Table) -> str:
         lines += [table.note, ""]
     lines += [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
     lines += [f"| {' | '.join(row.cells(reasons))} |" for row in table.rows]
-    return "\n".join([*lines, "", *_numbered(reasons)])
+    return "\n".join([*lines, "", *_numbered(reasons)]).rstrip() + "\n"
 
 
 def as_text(table: Table) -> str:
@@ -143,7 +143,7 @@ def _reasons(table: Table) -> list[str]:
 
 
 def _numbered(reasons: Sequence[str]) -> list[str]:
-    return [*(f"{k}. {reason}" for k, reason in enumerate(reasons, 1)), *([""] if reasons else [])]
+    return [*(f"{k}. {reason}" for k, reason in enumerate(reasons, 1)), ""]
 
 
 def counts(tables: Iterable[Table]) -> dict[Verdict, int]:
