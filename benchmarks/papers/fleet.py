@@ -77,7 +77,7 @@ class Run:
 Runs = dict[tuple[str, int], list[Run]]
 
 
-def tables(quick: bool, trace: Path | None = None) -> Iterator[Table]:
+def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
     """All of them; one seed and three sizes if quick."""
     seeds, devices = (range(1), _FEW) if quick else (range(5), DEVICES)
     runs = {

@@ -64,7 +64,7 @@ _DATA = "needs ImageNet; `benchmarks/staleness.py` does so on digits, see docs/v
 Models = dict[str, Layers]
 
 
-def tables(quick: bool, trace: Path | None = None) -> Iterator[Table]:
+def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
     """All of them; fewer minibatches in flight are tried if quick, and no clock distances."""
     models = {name: layers_of(name) for name in HETPIPE}
     rings = fitted_rings(models)

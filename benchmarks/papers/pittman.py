@@ -43,7 +43,7 @@ _LITTLE: Span = (0.8, 1.25)
 _GPUS = "needs training on GPUs with a node of 16 cores for each"
 
 
-def tables(quick: bool, trace: Path | None = None) -> Iterator[Table]:
+def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
     """All of them; nothing is measured if quick."""
     yield Table(
         title="Figure 8: peak(n)",
