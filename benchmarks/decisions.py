@@ -21,14 +21,14 @@ from typing import TypeVar
 
 import numpy as np
 from ensembles import NUM_TRIALS, ensemble
+from problems import random_problem
 
 from optuna_fleet.alloc.counts import CountProblem, solve_exactly
 from optuna_fleet.alloc.counts_mip import solve_by_mip
 from optuna_fleet.alloc.elastic import ElasticAllocator, count_problem
-from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
+from optuna_fleet.alloc.problem import AllocationProblem, Plan
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.workload import SimulatedTrial
 
 _DATA = "OPTUNA_FLEET_DATA"
 _FORWARD_LOOKING_S = 120.0
@@ -39,31 +39,6 @@ Problem = TypeVar("Problem", AllocationProblem, CountProblem)
 
 
 # -- problems ---------------------------------------------------------------------------------
-
-
-def random_problem(
-    trials: Sequence[SimulatedTrial], num_devices: int, seed: int
-) -> AllocationProblem:
-    """The trials on random devices: widths as they come about, a tenth of the devices idle."""
-    generator = np.random.default_rng(seed)
-    shares = generator.dirichlet(np.ones(len(trials))) * 0.9 * num_devices
-    widest = [len(trial.rates) for trial in trials]
-    widths = np.minimum(shares.astype(int), widest).tolist()
-    ends = np.cumsum(widths).tolist()
-    return AllocationProblem(
-        candidates=tuple(
-            Candidate(
-                number=number,
-                rates=trial.rates,
-                devices=tuple(range(end - width, end)),
-                min_devices=trial.min_devices,
-                rescale_up_s=trial.rescale_up_s,
-                rescale_down_s=trial.rescale_down_s,
-            )
-            for number, (trial, width, end) in enumerate(zip(trials, widths, ends, strict=True))
-        ),
-        nodes=tuple((device,) for device in range(num_devices)),
-    )
 
 
 @dataclass(slots=True)

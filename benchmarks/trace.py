@@ -1,6 +1,6 @@
 """Utilisation of nodes that come and go, on BFTrainer's recorded trace and on a large made-up one.
 
-python benchmarks/trace.py --data FOLDER               # all three tables, about 10 minutes
+python benchmarks/trace.py --data FOLDER               # both tables, about 5 minutes
 OPTUNA_FLEET_DATA=FOLDER python benchmarks/trace.py --only utilisation --rounds 3
 
 FOLDER holds `summit_idle_week1.npz` (idle nodes among 1,024 of Summit in a week) and
@@ -28,7 +28,6 @@ from optuna_fleet.replay.trace import NodeTrace, load_trace
 from optuna_fleet.replay.workload import SimulatedTrial
 
 _DATA = "OPTUNA_FLEET_DATA"
-_HOUR_S = 3600.0
 
 Objective = Literal["throughput", "scaling-efficiency"]
 
@@ -93,42 +92,6 @@ def print_utilisation(data: Path, num_rounds: int) -> None:
             print(f"| {mix} | {objective} | {most} | {share} | {done.cost} |", flush=True)
 
 
-def print_check(data: Path, num_rounds: int) -> None:
-    """The replay under the published rules, beside what is published.
-
-    The paper's hours come from two weeks. Here the first week is repeated, which begins with a
-    day of few nodes.
-    """
-    trials = load_jobs(data / "bftrainer_jobs.json", "hpo")
-    published = TraceScenario(
-        trace=load_trace(data / "summit_idle_week1.npz"), trials=trials, events="nodes-only"
-    )
-    split_run = replace(published, policy="equal-split", published_heuristic=True)
-    split, elastic, short, whole = (
-        replay(run, num_rounds)
-        for run in (
-            split_run,
-            published,
-            replace(published, forward_looking_s=10.0),
-            replace(published, to_the_end=True),
-        )
-    )
-    costs = [r.report["rescale_samples_per_event"] for r in (split, short)]
-    _print_head("nodes-only, hpo, 10 at once", "here", "paper", "decisions", "solver", "wall")
-    for what, here, paper, done in (
-        ("U of the equal split", f"{100 * split.report['utilisation']:.1f} %", "75 %", split),
-        ("U of elastic", f"{100 * elastic.report['utilisation']:.1f} %", "80 %", elastic),
-        ("rescaling cost, split : elastic, T_fwd = 10", f"{costs[0] / costs[1]:.0f}", "76", short),
-        (
-            "hours for 1,000 trials, the week repeated",
-            f"{whole.report['makespan_s'] / _HOUR_S:.1f}",
-            "~200",
-            whole,
-        ),
-    ):
-        print(f"| {what} | {here} | {paper} | {done.cost} |", flush=True)
-
-
 def print_large(data: Path, num_rounds: int) -> None:
     """A made-up trace of a million changes."""
     trace = random_trace(seed=0)
@@ -188,7 +151,6 @@ def _long_queue(trials: Sequence[SimulatedTrial]) -> list[SimulatedTrial]:
 
 TABLES: dict[str, Callable[[Path, int], None]] = {
     "utilisation": print_utilisation,
-    "check": print_check,
     "large": print_large,
 }
 

@@ -1,0 +1,1 @@
+"""What the papers publish, beside what comes out here: see `__main__`."""

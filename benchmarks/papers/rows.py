@@ -1,0 +1,157 @@
+"""A published number beside ours, what that says, and how it is printed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+Span = tuple[float, float]
+TITLES = ("where", "what", "paper", "here", "verdict")
+
+
+class Verdict(Enum):
+    """What a row says."""
+
+    REPRODUCED = "reproduced"
+    DIFFERS = "differs"
+    NOT_HERE = "can't be measured here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One number of a paper.
+
+    Attributes:
+        place: Where it is published.
+        what: What it is.
+        paper: The number; or the range that the paper's words say, which may be open (inf); or
+            words, of what can't be measured here.
+        ours: What comes out here; None if it can't be measured here.
+        unit: Of both.
+        tolerance: By which part of a published number ours may be off. Ranges have none.
+        why: Why ours is another one, or missing. Printed if so.
+    """
+
+    place: str
+    what: str
+    paper: float | Span | str
+    ours: float | None = None
+    unit: str = ""
+    tolerance: float = 0.1
+    why: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the two numbers say."""
+        if self.ours is None or isinstance(self.paper, str):
+            return Verdict.NOT_HERE
+        low, high = self.allowed
+        return Verdict.REPRODUCED if low <= self.ours <= high else Verdict.DIFFERS
+
+    @property
+    def allowed(self) -> Span:
+        """Where ours counts as reproduced."""
+        assert not isinstance(self.paper, str)
+        if isinstance(self.paper, tuple):
+            return self.paper
+        off = self.tolerance * abs(self.paper)
+        return self.paper - off, self.paper + off
+
+    def cells(self, reasons: Sequence[str]) -> tuple[str, ...]:
+        """The row as texts, as in `TITLES`; of its reason the number among all of them."""
+        ours = "" if self.ours is None else _number(self.ours, self.unit)
+        told = self.verdict.value
+        if self.verdict is not Verdict.REPRODUCED:
+            told += f" ({reasons.index(self.why) + 1})"
+        elif isinstance(self.paper, float | int):
+            told += f", +- {self.tolerance:.0%}"
+        return self.place, self.what, self._published(), ours, told
+
+    def _published(self) -> str:
+        match self.paper:
+            case str():
+                return self.paper
+            case (low, high):
+                if math.isinf(high):
+                    return f">= {_number(low, self.unit)}"
+                if math.isinf(low):
+                    return f"<= {_number(high, self.unit)}"
+                return f"{_number(low)} to {_number(high, self.unit)}"
+        return _number(self.paper, self.unit)
+
+
+def at_least(number: float) -> Span:
+    """So much or more."""
+    return number, math.inf
+
+
+def at_most(number: float) -> Span:
+    """So much or less."""
+    return -math.inf, number
+
+
+def _number(value: float, unit: str = "") -> str:
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 3
+    return f"{value:,.{digits}f} {unit}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows that belong together.
+
+    Attributes:
+        title: What they are of.
+        rows: In the paper's order.
+        note: What else a reader must know.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    note: str = ""
+
+
+def as_markdown(table: Table) -> str:
+    """For a page of the documentation."""
+    reasons = _reasons(table)
+    lines = [f"### {table.title}", ""]
+    if table.note:
+        lines += [table.note, ""]
+    lines += [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
+    lines += [f"| {' | '.join(row.cells(reasons))} |" for row in table.rows]
+    return "\n".join([*lines, "", *_numbered(reasons)]).rstrip() + "\n"
+
+
+def as_text(table: Table) -> str:
+    """For a terminal."""
+    reasons = _reasons(table)
+    cells = [TITLES, *(row.cells(reasons) for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [table.title, *([table.note] if table.note else [])]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join([*lines, *_numbered(reasons)])
+
+
+def _reasons(table: Table) -> list[str]:
+    """Each once."""
+    rows = (row for row in table.rows if row.verdict is not Verdict.REPRODUCED)
+    return list(dict.fromkeys(row.why for row in rows))
+
+
+def _numbered(reasons: Sequence[str]) -> list[str]:
+    return [*(f"{k}. {reason}" for k, reason in enumerate(reasons, 1)), ""]
+
+
+def counts(tables: Iterable[Table]) -> dict[Verdict, int]:
+    """How many rows say what."""
+    found = Counter(row.verdict for table in tables for row in table.rows)
+    return {verdict: found[verdict] for verdict in Verdict}
+
+
+def summary(tables: Sequence[Table]) -> str:
+    """The same in words."""
+    return ", ".join(f"{verdict.value}: {number}" for verdict, number in counts(tables).items())
