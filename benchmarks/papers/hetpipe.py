@@ -333,6 +333,7 @@ def distances(models: Models, links: Links) -> Iterator[Row]:
             paper=at_least(1.0),
             ours=rates[1] / rates[0],
             unit="x",
+            why=_CUTS,
         )
         yield Row(
             place="8.4",
@@ -340,6 +341,7 @@ def distances(models: Models, links: Links) -> Iterator[Row]:
             paper=SIMILAR,
             ours=rates[2] / rates[1],
             unit="x",
+            why=_CUTS,
         )
         yield Row(
             place="8.4",
@@ -356,7 +358,7 @@ def distances(models: Models, links: Links) -> Iterator[Row]:
             ours=100 * idle[0] / waits[0] if waits[0] else None,
             unit="%",
             tolerance=0.2,
-            why="of these speeds; where it waits, its first stage may have minibatches to go on with",
+            why="with these speeds its minibatches in flight fill the wait, or more of it",
         )
 
 
