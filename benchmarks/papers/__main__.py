@@ -44,8 +44,8 @@ def main() -> None:
 _INTRODUCTION = """\
 # The papers, side by side
 
-Made by `python -m benchmarks.papers all --markdown > docs/papers.md`. With `--trace FOLDER`, which
-has the data published with BFTrainer, its other rows are measured too.
+Made by `python -m benchmarks.papers all --trace FOLDER --markdown > docs/papers.md`; FOLDER
+has the data published with BFTrainer.
 
 What the papers publish, and what comes out of the same experiment here, mostly simulated by the
 executor's own controller and policies. A number counts as *reproduced* within the tolerance that
