@@ -2,7 +2,7 @@
 
 python -m benchmarks.papers fleet --quick                       # seconds
 python -m benchmarks.papers bftrainer --trace FOLDER            # some minutes
-python -m benchmarks.papers all --trace FOLDER --markdown       # the page docs/papers.md
+python -m benchmarks.papers all --markdown                      # the page docs/papers.md
 
 Of each row it says: reproduced, differs (and why), or can't be measured here (and why). FOLDER
 has `summit_idle_week1.npz` and `bftrainer_jobs.json`, made from what was published with BFTrainer;
@@ -44,8 +44,8 @@ def main() -> None:
 _INTRODUCTION = """\
 # The papers, side by side
 
-Made by `python -m benchmarks.papers all --trace FOLDER --markdown > docs/papers.md`; FOLDER has
-the data published with BFTrainer.
+Made by `python -m benchmarks.papers all --trace FOLDER --markdown > docs/papers.md`; FOLDER
+has the data published with BFTrainer.
 
 What the papers publish, and what comes out of the same experiment here, mostly simulated by the
 executor's own controller and policies. A number counts as *reproduced* within the tolerance that

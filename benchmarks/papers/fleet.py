@@ -232,7 +232,7 @@ def _flotilla_rows(runs: Runs) -> Iterator[Row]:
         lengths = flotillas[k]
         yield Row(
             place="Table 3",
-            what=f"FLEET-G, flotilla {k}: mean (here {len(lengths)} trials)",
+            what=f"FLEET-G, flotilla {k}: mean (trials here: {len(lengths)})",
             paper=mean_s,
             ours=statistics.fmean(lengths),
             unit="s",
