@@ -53,7 +53,7 @@ _FEW = (20, 80, 160)
 _NETWORKS = "the networks' rates aren't published, and ours were fitted by four numbers"
 _GLOBAL = (
     "on few GPUs FLEET-G gains little or is slower than the baseline. Part of it is that a "
-    "flotilla keeps the pace of its slowest: without, it would be 0.06 to 0.11 x more on 20 to 80 "
+    "flotilla keeps the pace of its slowest: without, it would be 0.02 to 0.09 x more on 20 to 80 "
     "GPUs (seeds 0 and 1). The rest depends on the networks' rates, which aren't published"
 )
 _LOCAL = (
