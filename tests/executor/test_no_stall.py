@@ -246,11 +246,14 @@ class World:
         if self.unanswered:
             return
         wide = [number for number in waiting if self.min_devices(number) > 1]
+        planner = self.controller._planner
+        if not planner.takes_new:  # a round is under way: what its trials leave stays free
+            waiting = [n for n in waiting if planner._rounds.has(roster.trials[n])]
         for number in set(waiting).difference(wide):
             usable = {device for device in free if self.may_start(number, device)}
             assert not usable, f"{usable} are idle while trial {number} waits"
         assert not [run for run in self.runs.values() if run.rests], "nobody answers a trial"
-        may_ask = self.budget > 0 and not self.is_delayed and not wide
+        may_ask = self.budget > 0 and not self.is_delayed and not wide and planner.takes_new
         assert not (may_ask and free), "devices are idle, and the study is not asked for trials"
 
     def may_start(self, number: int, device: int) -> bool:

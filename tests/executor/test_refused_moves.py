@@ -86,7 +86,8 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(
     study = optuna.create_study()
     paradigm = POLICIES[policy]().paradigm
     own = Own(allocator=Restless(), paradigm=paradigm, time_limit_s=600.0)
-    with FleetExecutor(small_pipeline(), devices=3, device_type="cpu", policy=own) as fleet:
+    options: dict[str, Any] = {"device_type": "cpu", "policy": own, "preflight": False}
+    with FleetExecutor(small_pipeline(), devices=3, **options) as fleet:
         study.optimize(objective, n_trials=2, executor=fleet)
     assert len(flights_of(study)[0]) == 1
     assert log.getvalue().count("can't change its devices") == 1

@@ -162,8 +162,7 @@ class Planner:
             return not roster.is_clearing() and any(
                 self._problems.is_movable(trial) for trial in candidates
             )
-        fills = self._policy.paradigm == "local"  # else it only has back what a fault has taken
-        waiting = any(fills or self._rounds.has(trial) for trial in roster.waiting())
+        waiting = any(self.takes_new or self._rounds.has(trial) for trial in roster.waiting())
         if self.round > 0 and waiting and roster.has_free():
             return True
         return self._is_void or (
