@@ -91,10 +91,12 @@ class CheckObjective:
     """Make a pre-flight check, in the place of one under way; answer with `Checked`.
 
     Attributes:
+        check_id: Not used by any other check.
         order: A pickled `preflight.records.Order`, without the data sets.
         first_limit_s: What the first rehearsal may take, in seconds.
     """
 
+    check_id: int
     order: bytes
     first_limit_s: float
 
@@ -166,7 +168,7 @@ class ObjectiveKept:
 class Checked:
     """A check is over: with a pickled `preflight.verdict.Verdict`, empty if it has died."""
 
-    agent: str
+    check_id: int
     verdict: bytes
 
 

@@ -61,7 +61,7 @@ class Checks:
         self._devices = devices
         self._clock = clock
         self._order: BeginCheck | None = None
-        self._agent = ""  # that makes it, once it was asked
+        self._id = -1  # of what a node was asked; none yet
         self._began = 0.0
         self._costs_s: list[float] = []
         self._is_affordable = False
@@ -79,24 +79,26 @@ class Checks:
         """Have a kind of trials be checked on a device."""
         if not self._findings.all and not self._costs_s:
             compat.fleet_logger.info(_FIRST.format(number=order.number))
-        self._order, self._agent, self._began = order, "", self._clock()
+        self._order, self._id, self._began = order, -1, self._clock()
         self._is_affordable = False
         self.send_waiting()
 
     def send_waiting(self) -> None:
         """Ask the node, if it has the objective by now."""
-        if self._order is None or self._agent:
+        if self._order is None or self._id >= 0:
             return
         process = self._runtime.trainers.process_on(self._order.device)
         objective_at = self._copies.on_device(self._order.device)
         if process is None or objective_at is None:
             return
-        self._agent = process.agent
+        self._id = next(self._runtime.run_ids)
         assert self._job.options.preflight is not None
         order = self._rehearsed(self._order.number, objective_at)
         limit_s = self._job.options.preflight.limit_s
-        message = CheckObjective(order=pickle.dumps(order), first_limit_s=limit_s)
-        self._runtime.agents.tell(self._agent, message)
+        message = CheckObjective(
+            check_id=self._id, order=pickle.dumps(order), first_limit_s=limit_s
+        )
+        self._runtime.agents.tell(process.agent, message)
 
     def _rehearsed(self, number: int, objective_at: str) -> Order:
         study, job = self._ledger.study, self._job
@@ -117,7 +119,7 @@ class Checks:
 
     def checked(self, message: Checked) -> list[Event]:
         """A node has made a check."""
-        if self._order is None or message.agent != self._agent:
+        if self._order is None or message.check_id != self._id:
             return []
         verdict: Verdict = NotChecked(why="the process that makes the checks has died")
         if message.verdict:
@@ -158,6 +160,7 @@ class Checks:
 
     def due(self) -> list[Event]:
         """Whether another one may be made."""
+        self.send_waiting()  # the trainer of its device may have died, and another come
         if not self._is_awaited or self._missing_s() > 0:
             return []
         self._is_affordable = True
@@ -176,5 +179,5 @@ class Checks:
 
     def end(self) -> None:
         """The call is over."""
-        if self._agent and self._order is not None:
-            self._runtime.agents.tell(self._agent, EndCheck())
+        if self._order is not None:
+            self._runtime.agents.tell_node_of(self._order.device, EndCheck())

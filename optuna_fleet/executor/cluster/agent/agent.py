@@ -90,9 +90,8 @@ class Agent:
         self._notice_s = notice_s
         self._selector = selectors.DefaultSelector()
         self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._in_child)
-        self._checking = Checking(
-            name, setup, self._forks.spawn, self._close_inherited, channel.send
-        )
+        spawn, say = self._forks.spawn, channel.send
+        self._checking = Checking(setup, spawn, self._close_inherited, say)
         self._trainers: dict[int, Device] = {}
         self._left_out: set[int] = set()
         self._backoff = Backoff()
@@ -266,7 +265,7 @@ class Agent:
         elif pid == self._store_pid:
             self._store_pid = None
             self._channel.send(StoreLost(cause=cause, agent=self._name))
-        elif self._checking.exited(pid):
+        elif self._checking.exited(pid, exit_code):
             pass
         elif self._sharing is not None and self._sharing.exited(pid):
             if self._backoff.may_start_again(GIVER):

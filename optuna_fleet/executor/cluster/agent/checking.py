@@ -20,7 +20,7 @@ class Checking:
     """At most one check.
 
     Args:
-        agent: This incarnation of the agent.
+        setup: Of the node.
         spawn: Forks a child.
         close_inherited: To be called in it.
         say: Tells the driver.
@@ -28,30 +28,31 @@ class Checking:
 
     def __init__(
         self,
-        agent: str,
         setup: NodeSetup,
         spawn: Callable[[Callable[[socket.socket], None]], tuple[int, socket.socket]],
         close_inherited: Callable[[], None],
         say: Callable[[Any], None],
     ) -> None:
-        self._agent = agent
         self._setup = setup
         self._spawn = spawn
         self._close_inherited = close_inherited
         self._say = say
-        self._pid = self._file = -1
+        self._pid = self._file = self._id = -1
+        self._ended: set[int] = set()  # processes that nobody waits for
 
     def act(self, message: CheckObjective | EndCheck) -> None:
         """End the check under way, if there is any, and begin another one if that is asked."""
         if self._pid >= 0:
             os.kill(self._pid, signal.SIGKILL)
             os.close(self._file)
+            self._ended.add(self._pid)
             self._pid = -1
         if isinstance(message, CheckObjective):
             self._begin(message)
 
     def _begin(self, message: CheckObjective) -> None:
-        self._file = file = os.memfd_create("verdict")
+        self._id, self._file = message.check_id, os.memfd_create("verdict")
+        file = self._file
 
         def main(sock: socket.socket) -> None:
             setup = _with_own_data(self._setup)
@@ -64,22 +65,26 @@ class Checking:
         try:
             self._pid, sock = self._spawn(main)
         except OSError:  # too many processes, or open files
-            self._tell()
+            self._tell(is_whole=False)
         else:
             sock.close()
 
-    def exited(self, pid: int) -> bool:
-        """A child has ended; return whether it was the check."""
-        if pid != self._pid:
+    def exited(self, pid: int, exit_code: int) -> bool:
+        """A child has ended; return whether it was a check."""
+        if pid in self._ended:
+            self._ended.discard(pid)
+        elif pid == self._pid:
+            self._tell(is_whole=exit_code == 0)
+        else:
             return False
-        self._tell()
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, *, is_whole: bool) -> None:
         self._pid = -1
         with open(self._file, "rb") as file:  # closes it
             file.seek(0)
-            self._say(Checked(agent=self._agent, verdict=file.read()))
+            verdict = file.read() if is_whole else b""
+        self._say(Checked(check_id=self._id, verdict=verdict))
 
 
 def _with_own_data(setup: NodeSetup) -> NodeSetup:
