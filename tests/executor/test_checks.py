@@ -199,7 +199,9 @@ def test_a_check_that_nobody_waits_for_says_nothing_and_one_that_dies_says_so() 
 
     def spawn(main: Any) -> Any:
         processes.append(subprocess.Popen(["sleep", "600"]))
-        return processes[-1].pid, socket.socketpair()[0]
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return processes[-1].pid, ours
 
     setup: Any = None
     checking = Checking(setup, spawn, lambda: None, told.append)
