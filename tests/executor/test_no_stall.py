@@ -248,7 +248,7 @@ class World:
         wide = [number for number in waiting if self.min_devices(number) > 1]
         planner = self.controller._planner
         if not planner.takes_new:  # a round is under way: what its trials leave stays free
-            waiting = [n for n in waiting if planner._rounds.has(roster.trials[n])]
+            waiting = [n for n in waiting if planner.may_start(roster.trials[n])]
         for number in set(waiting).difference(wide):
             usable = {device for device in free if self.may_start(number, device)}
             assert not usable, f"{usable} are idle while trial {number} waits"

@@ -325,8 +325,8 @@ class Controller:
         if self._planner.is_deciding:  # what it is made for must still be there when it comes
             return instructions
         unplanned = [t for t in self._roster.waiting() if self._avoidance.waits(t)]
-        proposed = self._roster.with_status(Status.PROPOSED) if self._planner.takes_new else []
-        instructions += self._start_singly(proposed + unplanned)
+        proposed = filter(self._planner.may_start, self._roster.with_status(Status.PROPOSED))
+        instructions += self._start_singly([*proposed, *unplanned])
         if self._exhausted:
             instructions += self._give_back_unlaunched()
         elif self._may_propose():

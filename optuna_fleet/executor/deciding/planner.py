@@ -114,6 +114,10 @@ class Planner:
         """Whether devices that are free may be given to what is not of the present round."""
         return self._policy.paradigm != "global" or self._rounds.is_over(self._roster.trials)
 
+    def may_start(self, trial: Trial) -> bool:
+        """Whether a trial may get free devices: also one of the round, if a fault took its own."""
+        return self.takes_new or self._rounds.has(trial)
+
     def end_round(self) -> None:
         """There are more devices than the round was made for."""
         self._rounds.end()
@@ -162,7 +166,7 @@ class Planner:
             return not roster.is_clearing() and any(
                 self._problems.is_movable(trial) for trial in candidates
             )
-        waiting = any(self.takes_new or self._rounds.has(trial) for trial in roster.waiting())
+        waiting = any(map(self.may_start, roster.waiting()))
         if self.round > 0 and waiting and roster.has_free():
             return True
         return self._is_void or (
