@@ -50,7 +50,7 @@ class _Listener:
         by.run(sys.executable, "-c", _SAY, self.node.address, word)
 
     def hears(self, word: str, by: Node) -> None:
-        """It is told until it hears it: what is sent to a node that has just booted may be lost."""
+        """It is told until it hears it: what a node is sent that has just booted may be lost."""
         self.is_told(word, by)
         while not select.select([self.process.stdout], [], [], 2.0)[0]:
             self.is_told(word, by)
