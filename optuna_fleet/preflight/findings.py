@@ -65,7 +65,7 @@ def _plain(one: Finding) -> dict[str, object]:
         "traits": sorted(one.traits),
         "widens": one.widens,
         "moves": one.moves,
-        "text": one.text,
+        "began_anew": one.began_anew,
     }
 
 
@@ -76,5 +76,5 @@ def _finding(kept: dict[str, object]) -> Finding:
         traits=frozenset(map(str, traits)),
         widens=kept["widens"] is True,
         moves=kept["moves"] is True,
-        text=str(kept["text"]),
+        began_anew=str(kept["began_anew"]),
     )

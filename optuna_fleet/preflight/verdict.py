@@ -43,13 +43,13 @@ class Finding:
     Attributes:
         widens: They give the same on several devices.
         moves: They give the same wherever they go on.
-        text: That in words.
+        began_anew: What does not, where they go on all the same; "" if that is not known.
     """
 
     traits: frozenset[str]
     widens: bool
     moves: bool
-    text: str = ""
+    began_anew: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,11 @@ class Verdict:
 
     def finding(self, traits: frozenset[str]) -> Finding:
         """What it says of trials that have these traits."""
-        text, _ = told(self)
-        return Finding(traits=traits, widens=self.may_widen, moves=self.may_move, text=text)
+        moves = self.moves if isinstance(self, OneDevice) else self
+        began_anew = _moves(moves) if isinstance(moves, NotMoved) else ""
+        return Finding(
+            traits=traits, widens=self.may_widen, moves=self.may_move, began_anew=began_anew
+        )
 
     def __str__(self) -> str:
         params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())

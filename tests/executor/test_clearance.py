@@ -18,9 +18,12 @@ from optuna_fleet.events import (
     DeviceLost,
     EpochDecision,
     Launch,
+    Model,
     StartRound,
 )
-from optuna_fleet.executor.deciding.trials import PARADIGMS
+from optuna_fleet.executor.deciding.clearance import Clearance
+from optuna_fleet.executor.deciding.trials import PARADIGMS, Trial
+from optuna_fleet.preflight.verdict import Finding
 from tests.executor.test_controller import World, epoch_ended, goes_on, play_out, rate, reached
 
 
@@ -145,6 +148,22 @@ def test_trials_whose_traits_have_all_passed_are_not_checked_again() -> None:
         goes_on_checking(world)
     assert {check.traits for check in checks(world)} == {frozenset("ab"), frozenset("cd")}
     assert world.check is None
+
+
+def test_a_kind_that_has_failed_stays_confined_though_others_with_its_traits_have_passed() -> None:
+    passed = [Finding(traits=frozenset(kind), widens=True, moves=True) for kind in ("ab", "cd")]
+    failed = Finding(traits=frozenset("ad"), widens=False, moves=False)
+    clearance = Clearance([failed, *passed])
+
+    def trial(kind: str) -> Trial:
+        traits = frozenset(kind)
+        return Trial(
+            number=0, model=Model(structure="", resumable=True, max_devices=4, traits=traits)
+        )
+
+    assert clearance.may_widen(trial("ac"))
+    assert not clearance.may_widen(trial("ad"))
+    assert not clearance.may_move(trial("ad"))
 
 
 def test_one_check_comes_after_another_when_it_is_affordable() -> None:

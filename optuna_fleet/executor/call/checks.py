@@ -147,8 +147,8 @@ class Checks:
         """What begins anew where a trial goes on from its checkpoint; "" if nothing is known."""
         if launch.checkpoint is None or not (traits := self._traits.get(launch.number)):
             return ""
-        found = next((one for one in self._findings.all if one.traits == traits), None)
-        return "" if found is None or found.moves else found.text
+        found = [one.began_anew for one in self._findings.all if one.traits == traits]
+        return found[-1] if found else ""
 
     # -- its share of the devices' time -----------------------------------------------------------
 
