@@ -18,11 +18,12 @@ from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import RateProfile
 from optuna_fleet.policies import Own, Policy, policy_of
 from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.workload import Rules
 from tests.behaviour.allocation import simulated, starts, sweep
 from tests.behaviour.allocators import Told, Troubled
 
-NUM_DEVICES, SAMPLES, BATCH = 3, 12, 4
-PATIENCE_S = 200.0
+NUM_DEVICES, SAMPLES, BATCH = 3, 156, 3
+PATIENCE_S = 120.0
 """For what never happens if the executor starts something else than is simulated."""
 
 TRIALS = [
@@ -33,7 +34,9 @@ TRIALS = [
         samples_per_epoch=float(SAMPLES),
         max_epochs=epochs,
     )
-    for k, (rate, epochs) in enumerate([(10.7, 3), (7.1, 5), (12.9, 2), (9.3, 4), (8.3, 2)])
+    for k, (rate, epochs) in enumerate(
+        [(8.8, 2), (8.2, 2), (5.5, 2), (15.2, 4), (20.0, 3), (14.6, 4)]
+    )
 ]
 
 Event = tuple[str, int, int]
@@ -69,10 +72,20 @@ def noted(log: Path) -> list[list[str]]:
     return [line.split() for line in log.read_text().splitlines()]
 
 
+def prepared(trial: Any) -> Any:
+    model = torch.nn.Linear(1, 1)
+    return trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def train_epoch(trial: Any, model: Any, optimizer: Any) -> None:
+    for (x,) in trial.batches("train", batch_size=BATCH):
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
 def rehearsed(trial: Any, log: Path, times: Mapping[Event, float]) -> float:
     """Each epoch goes on until all has happened that has, simulated, before its end."""
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    model, optimizer = prepared(trial)
     number, is_first = trial.number, trial.rank == 0
     if is_first:
         nth = sum(event[:2] == ["start", str(number)] for event in noted(log))
@@ -80,9 +93,7 @@ def rehearsed(trial: Any, log: Path, times: Mapping[Event, float]) -> float:
     for epoch in trial.epochs(TRIALS[number].epochs):
         if epoch and is_first:
             note(log, "epoch", number, epoch)
-        for (x,) in trial.batches("train", batch_size=BATCH):
-            model(x).square().mean().backward()
-            optimizer.step()
+        train_epoch(trial, model, optimizer)
         end_s = times["epoch", number, epoch + 1]
         before = {" ".join(map(str, e)) for e, time_s in times.items() if time_s < end_s - 1e-6}
         deadline = time.monotonic() + PATIENCE_S
@@ -92,6 +103,13 @@ def rehearsed(trial: Any, log: Path, times: Mapping[Event, float]) -> float:
     return 0.0
 
 
+def fleet_of(devices: int, policy: Policy) -> FleetExecutor:
+    data = torch.utils.data.TensorDataset(torch.ones(SAMPLES, 1))
+    pipeline = SharedPipeline(train=data, num_preprocessors=1)
+    options: dict[str, Any] = {"device_type": "cpu", "preflight": False}
+    return FleetExecutor(pipeline, devices=devices, policy=policy, **options)
+
+
 def told_rates(policy: Policy) -> Policy:
     """The same policy, on rates and costs of moves that no busy machine changes."""
     options = {field.name: getattr(policy, field.name) for field in fields(Policy)}
@@ -99,25 +117,16 @@ def told_rates(policy: Policy) -> Policy:
     return Own(allocator=allocator, **options)
 
 
-@pytest.mark.parametrize("name", ["baseline", "equal-split", "elastic", "mip"])
+@pytest.mark.parametrize("name", ["homogeneous", "equal-split", "elastic"])
 def test_a_sweep_starts_what_is_simulated_in_the_same_order_as_wide(
     name: str, tmp_path: Path
 ) -> None:
     policy = replace(policy_of(name), rate_spread=float("inf"), time_limit_s=60.0)
-    outcome = sweep(policy, TRIALS, NUM_DEVICES, lookahead=0)
+    outcome = sweep(policy, TRIALS, NUM_DEVICES, lookahead=0, rules=Rules())  # as it proposes
     log = tmp_path / "log"
     log.touch()
-    pipeline = SharedPipeline(
-        train=torch.utils.data.TensorDataset(torch.ones(SAMPLES, 1)), num_preprocessors=1
-    )
     study = optuna.create_study()
-    with FleetExecutor(
-        pipeline,
-        devices=NUM_DEVICES,
-        device_type="cpu",
-        policy=policy if name == "baseline" else told_rates(policy),
-        preflight=False,
-    ) as fleet:
+    with fleet_of(NUM_DEVICES, told_rates(policy)) as fleet:
         study.optimize(
             functools.partial(rehearsed, log=log, times=times_of(outcome)),
             n_trials=len(TRIALS),
@@ -141,21 +150,24 @@ TROUBLE = {
 }
 
 
+def brief(trial: Any) -> int:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(3):
+        train_epoch(trial, model, optimizer)
+    return int(trial.number)
+
+
 def test_a_solver_in_any_trouble_ends_no_sweep_and_the_summary_tells(tmp_path: Path) -> None:
     script = tuple(itertools.chain.from_iterable(("well", how) for how in TROUBLE))
-    policy = Own(allocator=Troubled(script, tmp_path), paradigm="elastic", time_limit_s=0.1)
+    policy = Own(allocator=Troubled(script, tmp_path), alpha=1.0, time_limit_s=2.0)
     study = optuna.create_study()
-    with FleetExecutor(devices=2, device_type="cpu", policy=policy) as fleet:
-        study.optimize(lambda trial: trial.number, n_trials=20, executor=fleet)
+    with fleet_of(2, policy) as fleet:
+        study.optimize(brief, n_trials=16, executor=fleet)
         assert fleet.summary is not None
         decisions = fleet.summary.decisions
-    assert [trial.value for trial in study.trials] == list(range(20))
-    for decision in decisions:
-        print(decision.status, decision.allocator)
+    assert [trial.value for trial in study.trials] == list(range(16))
     for cause in TROUBLE.values():
-        (told,) = [d for d in decisions if d.status.startswith(f"fallback: {cause}")]
-        assert told.reason.startswith(told.status)
-        assert told.allocator == "greedy"
-    well = [d for d in decisions if d.allocator == "troubled"]
-    assert len(well) >= len(TROUBLE)
-    assert {d.status for d in well} == {"heuristic"}
+        told = [d for d in decisions if d.status.startswith(f"fallback: {cause}")]
+        assert told, cause
+        assert all(d.reason.startswith(d.status) and d.allocator == "greedy" for d in told)
+    assert {d.status for d in decisions if d.allocator == "troubled"} == {"heuristic"}
