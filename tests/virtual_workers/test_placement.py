@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from optuna_fleet.virtual_workers.engine.agreement import Statistics
+from optuna_fleet.virtual_workers.engine.blocks import blocks_of
 from optuna_fleet.virtual_workers.engine.costs import LayerCost, layer_costs, link_of
 from optuna_fleet.virtual_workers.engine.microbatches import microbatches
-from optuna_fleet.virtual_workers.engine.stage_placement import Demand, Ranks, blocks_of
+from optuna_fleet.virtual_workers.engine.stage_placement import Demand, Ranks
 from optuna_fleet.virtual_workers.engine.whole import part_of
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
 

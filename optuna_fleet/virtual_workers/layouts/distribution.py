@@ -10,8 +10,38 @@ from optuna_fleet.virtual_workers.partition import StageDevice
 Workers = tuple[tuple[StageDevice, ...], ...]
 """Devices of each virtual worker."""
 
+LAYOUTS = ("NP", "ED", "HD", "ED-local")
+"""As published; ED-local is ED with the parameters of a stage on the stage's node."""
+
 _MOST_NODES_TO_PAIR = 10
 """945 ways; more nodes are paired strongest with weakest."""
+
+
+def distributions(
+    devices: Sequence[StageDevice],
+    speeds: Mapping[str, float],
+    layout: str | None = None,
+    most_workers: int | None = None,
+) -> Iterator[tuple[str, Workers]]:
+    """Ways to make virtual workers, with their names; of ED those with most of them first.
+
+    Args:
+        devices: Of one or more nodes.
+        speeds: Device type -> speed, in any unit.
+        layout: One of `LAYOUTS`; None for ED with any number, and NP and HD unless the number is
+            given.
+        most_workers: Of ED; by default as many as the smallest node has devices, or as there are
+            devices if no layout is given.
+    """
+    for name in (layout,) if layout else ("ED",) if most_workers else ("ED", "NP", "HD"):
+        if name == "NP":
+            yield name, node_partition(devices)
+        elif name == "HD":
+            yield name, hybrid_distribution(devices, speeds)
+        else:
+            smallest = min(map(len, _by_node(devices).values())) if layout else len(devices)
+            for number in range(min(most_workers or smallest, len(devices)), 0, -1):
+                yield name, equal_distribution(devices, number)
 
 
 def node_partition(devices: Sequence[StageDevice]) -> Workers:
