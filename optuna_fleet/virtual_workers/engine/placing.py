@@ -228,8 +228,8 @@ def _placement(
     except DoesNotFit as error:
         _use_others(error, costs[0], demand, parts, need)
     if placement.is_free:
-        parts.session.remark([placement.reason], placement.reason)
-    elif placement.reason:
+        parts.session.remark(["layout"], placement.reason)
+    if placement.reason:
         _logger.debug("Trial %d: %s", parts.run.number, placement.reason)
     return placement, costs[0], list(on.nodes)
 
