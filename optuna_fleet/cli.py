@@ -19,6 +19,7 @@ from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.executor.cluster.agent.command import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
+from optuna_fleet.executor.deciding.trials import PARADIGMS
 from optuna_fleet.policies import Policy
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.fields import LARGEST, MOST
@@ -229,7 +230,7 @@ def _add_simulate(commands: Any) -> None:
     command.add_argument(
         "--devices-per-node", type=_at_least(1), default=4, metavar="N", help="default 4"
     )
-    add_policies(command)
+    add_policies(command, all_are=PARADIGMS)
     command.add_argument(
         "--seed",
         type=_at_least(0, 2**63),
@@ -256,7 +257,7 @@ def _add_replay(commands: Any) -> None:
         "jobs", type=Path, nargs="?", metavar="JOBS.json", help="default BFTrainer's"
     )
     command.add_argument("--mix", choices=list(MIXES), default="hpo")
-    add_policies(command)
+    add_policies(command, all_are=["elastic"])
     command.add_argument("--max-trials", type=_at_least(1), default=10, help="trials at once")
     command.add_argument(
         "--events",

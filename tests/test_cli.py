@@ -238,6 +238,17 @@ def test_replay_replays_the_default_policy(tmp_path: Path, capsys: Any) -> None:
     assert default["rescale_samples_per_event"] != published["rescale_samples_per_event"]
 
 
+def test_all_that_can_be_replayed_are_compared(trace: str, jobs: str, capsys: Any) -> None:
+    for options, names in (
+        ([], ["equal-split", "elastic"]),
+        (["--paradigm", "elastic"], list(POLICIES)),
+    ):
+        assert main(["replay", trace, jobs, "--policy", "all", *options]) == 0
+        titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+        assert [row[0] for row in rows] == names
+        assert all(float(row[titles.index("utilisation")]) > 0 for row in rows)
+
+
 def test_replay_to_the_end_repeats_the_trace(trace: str, jobs: str, capsys: Any) -> None:
     report = report_of(capsys, "replay", trace, jobs, "--to-the-end", "--max-trials", "1")
     assert report["trials"] == 4
@@ -272,8 +283,8 @@ def test_nodes_that_are_never_idle_are_no_crash(
         (["--devices", "2", "--json", "no/such/folder/x"], "No such file or directory"),
         (["--devices", "2", "--gantt", "no/such/folder/x.png"], "No such file or directory"),
         (["--devices", "2", "--gantt", "picture.nonsense"], "picture.nonsense can't be drawn"),
-        (["--devices", "2", "--delta", "5"], "but elastic take no notice of it: it is an option"),
-        (["--devices", "2", "--alpha", "0.5"], "`--alpha` is given, but elastic take no notice"),
+        (["--devices", "2", "--delta", "5"], "but not heeded by elastic: it is an option"),
+        (["--devices", "2", "--alpha", "0.5"], "`--alpha` is given, but not heeded by elastic"),
         (["--devices", "2", "--policy", "mip", "--alpha", "7"], "`alpha` is 7.0, but must be"),
         (["--devices", "2", "--rescale-s", "inf"], "`--rescale-s` is inf, but must be a number"),
         (["--devices", "2", "--rescale-s", "nan"], "`--rescale-s` is nan, but must be a number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -17,8 +18,9 @@ _NOT_HERE = {"moves_within_epochs"}
 """Trials of an ensemble move at the ends of epochs, those of a trace at any time."""
 
 
-def add_policies(command: argparse.ArgumentParser) -> None:
-    """`--policy`, as often as is wanted, and the options of all policies."""
+def add_policies(command: argparse.ArgumentParser, *, all_are: Collection[str]) -> None:
+    """`--policy`, as often as is wanted, or `all` of some paradigms; and the options of all."""
+    command.set_defaults(all_are=all_are)
     command.add_argument(
         "--policy",
         action="append",
@@ -53,11 +55,15 @@ def policies_given(options: argparse.Namespace) -> dict[str, Policy]:
         name: POLICIES[name](**{n: given[n] for n in given.keys() & _names(POLICIES[name])})
         for name in (POLICIES if _ALL in names else names)
     }
+    if _ALL in names:
+        policies = {
+            n: policy for n, policy in policies.items() if policy.paradigm in options.all_are
+        }
     for name in given:
         if not any(_heeds(policy, name) for policy in policies.values()):
             others = [other for other, kind in POLICIES.items() if name in _names(kind)]
             raise FleetConfigError(
-                f"`{_flag(name)}` is given, but {' and '.join(policies)} take no notice of it: "
+                f"`{_flag(name)}` is given, but not heeded by {' or '.join(policies)}: "
                 f"{_NEEDS.get(name, 'it is an option of ' + ', '.join(others))}."
             )
     return policies
