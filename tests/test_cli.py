@@ -307,6 +307,10 @@ def test_wrong_arguments_are_refused(
         (["--max-trials", "0"], "'0' must be a whole number >= 1"),
         (["--mix", "all"], "invalid choice: 'all'"),
         (["--policy", "mip"], "`policy` is 'mip', but nodes that come and go need one that"),
+        (
+            ["--policy", "all", "--paradigm", "local"],
+            "`policy` is 'baseline', but nodes that come",
+        ),
     ],
 )
 def test_wrong_options_of_replay_are_refused(

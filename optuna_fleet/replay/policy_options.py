@@ -56,9 +56,8 @@ def policies_given(options: argparse.Namespace) -> dict[str, Policy]:
         for name in (POLICIES if _ALL in names else names)
     }
     if _ALL in names:
-        policies = {
-            n: policy for n, policy in policies.items() if policy.paradigm in options.all_are
-        }
+        possible = {n: one for n, one in policies.items() if one.paradigm in options.all_are}
+        policies = possible or policies
     for name in given:
         if not any(_heeds(policy, name) for policy in policies.values()):
             others = [other for other, kind in POLICIES.items() if name in _names(kind)]
