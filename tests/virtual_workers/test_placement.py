@@ -271,6 +271,14 @@ def test_local_servers_take_fewer_virtual_workers_where_more_have_unlike_nodes()
     assert [len(found.ranks) for found in placed.values()] == [2, 1]
 
 
+def test_local_servers_have_stages_cut_alike_whoever_is_slow_at_the_moment() -> None:
+    costs = [[LAYER] * 6, [SLOW] * 6, [LAYER] * 6, [LAYER] * 6]
+    placed = replace(several(None), layout="ED-local").place(costs, TWO_NODES)
+    assert len(placed.ranks) == 2
+    assert len(set(placed.cuts)) == 1
+    assert len({tuple(rank // 2 for rank in ranks) for ranks in placed.ranks}) == 1
+
+
 def test_a_virtual_worker_with_more_devices_than_layers_is_refused() -> None:
     short = replace(several(None), blocks=(1, 2, 3), layout="NP")
     with pytest.raises(TooManyDevices, match="more devices than parts of the model: 4"):

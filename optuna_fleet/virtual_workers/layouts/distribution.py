@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.virtual_workers.partition import StageDevice
@@ -33,6 +34,8 @@ def distributions(
         most_workers: Of ED; by default as many as the smallest node has devices, or as there are
             devices if no layout is given.
     """
+    if layout == "ED-local":
+        devices = _alike_within_nodes(devices, speeds)
     for name in (layout,) if layout else ("ED",) if most_workers else ("ED", "NP", "HD"):
         if name == "NP":
             yield name, node_partition(devices)
@@ -89,6 +92,18 @@ def hybrid_distribution(devices: Sequence[StageDevice], speeds: Mapping[str, flo
         is_pair = len({device.node for device in group}) == 2
         workers += equal_distribution(group, 2) if is_pair else [tuple(group)]
     return tuple(workers)
+
+
+def _alike_within_nodes(
+    devices: Sequence[StageDevice], speeds: Mapping[str, float]
+) -> list[StageDevice]:
+    """All like the slowest of their node, with the least memory, so that stages are cut alike."""
+    found: list[StageDevice] = []
+    for node in _by_node(devices).values():
+        slowest = min(node, key=lambda device: speeds[device.kind]).kind
+        least = min(device.memory_bytes for device in node)
+        found += [replace(device, kind=slowest, memory_bytes=least) for device in node]
+    return found
 
 
 Pairing = list[list[StageDevice]]
