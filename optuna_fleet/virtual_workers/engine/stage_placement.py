@@ -143,7 +143,8 @@ class Demand:
         if self.is_flushed and self.most_workers == 1:
             return self._faster(costs, on)
         layers, ranks, devices = self._given(costs, on)
-        speeds = {kind: 1 / sum(seconds) for kind, seconds in layers.backward_s.items()}
+        passes = layers.forward_s, layers.backward_s
+        speeds = {kind: 1 / sum(sum(one[kind]) for one in passes) for kind in layers.forward_s}
         found: list[_Candidate] = []
         refusal: DoesNotFit = TooManyDevices(
             f"There are more devices than parts of the model: {num}."
