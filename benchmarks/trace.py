@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from optuna_fleet.policies import Elastic
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.scenarios import TraceScenario, trace_report
 from optuna_fleet.replay.trace import NodeTrace, load_trace
@@ -86,7 +87,8 @@ def print_utilisation(data: Path, num_rounds: int) -> None:
     for mix, objective in workloads:
         trials = load_jobs(data / "bftrainer_jobs.json", mix)
         for most in (10, 20, 35):
-            run = TraceScenario(trace=trace, trials=trials, max_trials=most, objective=objective)
+            policy = Elastic(objective=objective)
+            run = TraceScenario(trace=trace, trials=trials, max_trials=most, policy=policy)
             done = replay(run, num_rounds)
             share = f"{100 * done.report['utilisation']:.1f} %"
             print(f"| {mix} | {objective} | {most} | {share} | {done.cost} |", flush=True)
@@ -96,7 +98,8 @@ def print_large(data: Path, num_rounds: int) -> None:
     """A made-up trace of a million changes."""
     trace = random_trace(seed=0)
     trials = _long_queue(load_jobs(data / "bftrainer_jobs.json", "hpo"))
-    run = TraceScenario(trace=trace, trials=trials, max_trials=35)
+    policy = Elastic(objective="throughput")
+    run = TraceScenario(trace=trace, trials=trials, max_trials=35, policy=policy)
     done = replay(run, num_rounds)
     _print_head("made-up trace", "trials at once", "U", "decisions", "solver", "wall")
     size = f"{len(trace.names)} nodes, {len(trace.time_s)} moments, {len(trace.node)} changes"

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
 from benchmarks.problems import random_problem
 from optuna_fleet.alloc import ElasticAllocator
+from optuna_fleet.policies import Elastic
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.scenarios import TraceScenario, trace_report
 from optuna_fleet.replay.trace import NodeTrace, load_trace
@@ -245,8 +246,17 @@ class Replayed:
         return float(100 * self.report["utilisation"])
 
 
-def _replay(trace: NodeTrace, trials: Sequence[SimulatedTrial], **options: Any) -> Replayed:
-    scenario = TraceScenario(trace=trace, trials=trials, events="nodes-only", **options)
+def _replay(
+    trace: NodeTrace,
+    trials: Sequence[SimulatedTrial],
+    *,
+    objective: str = "throughput",
+    forward_looking_s: float = 120.0,
+    **options: Any,
+) -> Replayed:
+    policy = Elastic(objective=objective, forward_looking_s=forward_looking_s)
+    options = {"policy": policy, "events": "nodes-only", **options}
+    scenario = TraceScenario(trace=trace, trials=trials, **options)
     outcome = scenario.run()
     hours = defaultdict(list)
     for progress in outcome.trials.values():
