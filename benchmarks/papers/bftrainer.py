@@ -91,9 +91,9 @@ _ALL_NODES = (
 _MONTHS = "the paper's are two months, here one week"
 _STATIC = "the paper doesn't say what a trial of an unlike mix would do on the static machine"
 _RUNTIMES = (
-    "not known. Candidates: the published model never gives a trial, or takes from it, more than "
-    "half as many nodes at once as are idle (its M is too small for that); the paper goes on with "
-    "a second week, where the recorded one begins again here; its 1,024 nodes may be others"
+    "not known. That the published model's M is too small to move more than half as many nodes at "
+    "once as are idle isn't it: tried, it changes little. Candidates: the paper's 1,024 nodes, "
+    "and its second week, where the recorded one begins again here"
 )
 
 

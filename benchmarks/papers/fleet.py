@@ -57,8 +57,9 @@ _GLOBAL = (
     "GPUs (seeds 0 and 1). The rest depends on the networks' rates, which aren't published"
 )
 _LOCAL = (
-    "FLEET-L is slower than the baseline or gains little. That a flotilla waits for its slowest costs 0.04 x at "
-    "most on 20 to 80 GPUs (seeds 0 and 1): freed devices are shared out by a choice among few"
+    "FLEET-L is slower than the baseline or gains little. That a flotilla waits for its slowest "
+    "costs 0.04 x at most on 20 to 80 GPUs (seeds 0 and 1): freed devices are shared out by a "
+    "choice among few"
 )
 
 
