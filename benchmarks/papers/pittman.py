@@ -49,6 +49,10 @@ _TRIALS = 8
 _SHARING = Path(__file__).parents[1] / "sharing.py"
 _LITTLE: Span = (0.8, 1.25)
 _QUICK = "takes a minute: not with `--quick`"
+_AT_ONCE = (
+    "here nodes fetch from all owners at the same time, each over its own link; a broadcast of "
+    "MPI involves all nodes"
+)
 _FEW = f"{_TRIALS} trials share here, up to 100 there"
 _ALIKE = (
     "trials here only read. Those of Inception and VGG use CPU time for training as well, which "
@@ -96,11 +100,10 @@ def _peak(scheme: Scheme, num_makers: int, num_nodes: int, num_cores: int = 16) 
 
 
 def _figure8() -> Iterator[Row]:
-    at_once = "here nodes fetch from all owners at the same time, each over its own link; a "
-    at_once += "broadcast of MPI involves all nodes"
+    shown: tuple[tuple[Scheme, int], ...] = (("single-broadcast", 1), ("multi-broadcast", 20))
     for n in (50, 100, 150):
         shared = _peak("all-shared", n, n)
-        for scheme, p in (("single-broadcast", 1), ("multi-broadcast", 20)):
+        for scheme, p in shown:
             yield Row(
                 place="Fig. 8a",
                 what=f"All-Shared / {scheme} with p = {p}, {n} nodes: above",
@@ -122,7 +125,7 @@ def _figure8() -> Iterator[Row]:
             paper=paper,
             ours=_peak("multi-broadcast", 20, 150) / DEMAND_PER_S[name],
             unit="x",
-            why=at_once,
+            why=_AT_ONCE,
         )
     yield Row(
         place="Fig. 8a",
@@ -130,7 +133,7 @@ def _figure8() -> Iterator[Row]:
         paper=_LITTLE,
         ours=_peak("multi-broadcast", 20, 100) / _peak("multi-broadcast", 5, 100),
         unit="x",
-        why=at_once,
+        why=_AT_ONCE,
     )
     yield Row(
         place="Fig. 8a",
@@ -138,10 +141,11 @@ def _figure8() -> Iterator[Row]:
         paper="does little",
         why="our single-broadcast has one owner",
     )
-    for scheme, p, words, paper in (
+    limited: tuple[tuple[Scheme, int, str, Span], ...] = (
         ("all-shared", 50, "unchanged", (0.95, 1.05)),
         ("multi-broadcast", 5, "markedly less", at_most(0.8)),
-    ):
+    )
+    for scheme, p, words, paper in limited:
         yield Row(
             place="Fig. 8b",
             what=f"{scheme}, 50 nodes, p = {p}, 4 cores / 16: {words}",
