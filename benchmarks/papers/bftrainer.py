@@ -89,6 +89,7 @@ _ALL_NODES = (
     "the paper's are all nodes of Summit, here the first 1,024, which fewer events concern"
 )
 _MONTHS = "the paper's are two months, here one week"
+_AGAIN = "the paper goes on with a second week, where the recorded one begins again here"
 _STATIC = "the paper doesn't say what a trial of an unlike mix would do on the static machine"
 _RUNTIMES = (
     "not known. That the published model's M is too small to move more than half as many nodes at "
@@ -208,7 +209,7 @@ def _trace_rows(trace: NodeTrace) -> Iterator[Row]:
         ("Fig. 1", "fragments below 10 min", 58.0, 100 * found["under_10_min"], "%", _ALL_NODES),
         ("Fig. 1", "their node time", 10.0, 100 * found["time_under_10_min"], "%", _ALL_NODES),
     ):
-        yield Row(place=place, what=what, paper=paper, ours=ours, unit=unit, why=why)
+        yield _row(place, what, paper, ours, unit, why)
     yield Row(
         place="Table 1",
         what="Theta and Mira: idle nodes, of all",
@@ -348,137 +349,59 @@ def _equal(data: Data, runs: Runs) -> Iterator[Row]:
     """1,000 ShuffleNets, 10 at once."""
     split = runs["heuristic"]
     short, middle, usual, long = (runs[f"{t_fwd_s} s"] for t_fwd_s in _T_FWD_S)
-    yield Row(
-        place="Fig. 7b",
-        what="rescaling cost of the heuristic, samples per event",
-        paper=1.03e6,
-        ours=split.cost(),
-        tolerance=0.2,
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 7b",
-        what="... / that of MILP with T_fwd = 10 s",
-        paper=76.0,
-        ours=split.cost() / short.cost(),
-        unit="x",
-        tolerance=0.15,
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 7b",
-        what="rescaling cost, T_fwd = 600 s / 10 s: rises",
-        paper=at_least(1.0),
-        ours=long.cost() / short.cost(),
-        unit="x",
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 8",
-        what="return on investment, T_fwd = 600 s / 10 s: falls",
-        paper=at_most(1.0),
-        ours=long.invested / short.invested,
-        unit="x",
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 9",
-        what="U of the heuristic",
-        paper=75.0,
-        ours=split.percent,
-        unit="%",
-        why=_NODES,
-    )
+    cheaper = split.cost() / short.cost()
+    costs = "rescaling cost, T_fwd = 600 s / 10 s: rises"
+    invested = "return on investment, T_fwd = 600 s / 10 s: falls"
+    preempted = "preemption cost, MILP / heuristic: little difference"
     others = ", ".join(f"{run.percent:.1f}" for run in (short, middle, long))
-    yield Row(
-        place="Fig. 9, 10",
-        what=f"U, T_fwd = 120 s (10, 30, 600 s: {others} %)",
-        paper=80.0,
-        ours=usual.percent,
-        unit="%",
-        why=_NODES,
+    yield _row(
+        "Fig. 7b", "rescaling cost of the heuristic, samples per event", 1.03e6, split.cost()
     )
-    yield Row(
-        place="Fig. 9",
-        what="U, T_fwd = 600 s / 120 s: saturated",
-        paper=SIMILAR,
-        ours=long.percent / usual.percent,
-        unit="x",
-        why=_NODES,
+    yield replace(
+        _row("Fig. 7b", "... / that of MILP with T_fwd = 10 s", 76.0, cheaper, "x"), tolerance=0.15
     )
-    yield Row(
-        place="Fig. 9",
-        what="U, T_fwd = 120 s / 10 s: rises",
-        paper=at_least(1.0),
-        ours=usual.percent / short.percent,
-        unit="x",
-        why=_NODES,
-    )
+    yield _row("Fig. 7b", costs, at_least(1.0), long.cost() / short.cost(), "x")
+    yield _row("Fig. 8", invested, at_most(1.0), long.invested / short.invested, "x")
+    yield _row("Fig. 9", "U of the heuristic", 75.0, split.percent, "%")
+    what = f"U, T_fwd = 120 s (10, 30, 600 s: {others} %)"
+    yield _row("Fig. 9, 10", what, 80.0, usual.percent, "%")
+    what = "U, T_fwd = 600 s / 120 s: saturated"
+    yield _row("Fig. 9", what, SIMILAR, long.percent / usual.percent, "x")
+    what = "U, T_fwd = 120 s / 10 s: rises"
+    yield _row("Fig. 9", what, at_least(1.0), usual.percent / short.percent, "x")
     if not data.quick:
-        yield Row(
-            place="5.1",
-            what="hours until 1,000 trials have ended",
-            paper=200.0,
-            ours=runs["to the end"].report["makespan_s"] / _HOUR_S,
-            unit="h",
-            why="the paper goes on with a second week, where the recorded one begins again here",
-        )
+        hours = runs["to the end"].report["makespan_s"] / _HOUR_S
+        yield _row("5.1", "hours until 1,000 trials have ended", 200.0, hours, "h", _AGAIN)
     yield from _figure10(usual.windows, split.windows)
-    yield Row(
-        place="Fig. 11a",
-        what="preemption cost, MILP / heuristic: little difference",
-        paper=(0.8, 1.25),
-        ours=usual.cost("preempt") / split.cost("preempt"),
-        unit="x",
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 11b",
-        what="rescaling cost, MILP / heuristic: much less",
-        paper=at_most(0.5),
-        ours=usual.cost() / split.cost(),
-        unit="x",
-        why=_NODES,
-    )
+    ratio = usual.cost("preempt") / split.cost("preempt")
+    yield _row("Fig. 11a", preempted, (0.8, 1.25), ratio, "x")
+    what = "rescaling cost, MILP / heuristic: much less"
+    yield _row("Fig. 11b", what, at_most(0.5), usual.cost() / split.cost(), "x")
+
+
+def _row(
+    place: str, what: str, paper: float | Span, ours: float, unit: str = "", why: str = _NODES
+) -> Row:
+    return Row(place=place, what=what, paper=paper, ours=ours, unit=unit, why=why)
 
 
 def _figure10(milp: Sequence[float], heuristic: Sequence[float]) -> Iterator[Row]:
     """Of windows of six hours, T_fwd = 120 s."""
     gains = [ours / theirs for ours, theirs in zip(milp, heuristic, strict=True)]
-    yield Row(
-        place="Fig. 10",
-        what=f"U of the best of {len(milp)} windows of six hours",
-        paper=90.0,
-        ours=max(milp),
-        unit="%",
-        why=_NODES,
+    static = (
+        "each window has its own static machine here, of as many nodes as were idle in it. A "
+        "candidate: the paper's mean is that of the whole week, as in Fig. 9"
     )
-    yield Row(
-        place="Fig. 10",
-        what="mean U of these windows",
-        paper=80.0,
-        ours=statistics.fmean(milp),
-        unit="%",
-        why="each window has its own static machine here, of as many nodes as were idle in it. A "
-        "candidate: the paper's mean is that of the whole week, as in Fig. 9",
+    level = (
+        f"in {sum(gain < 1 for gain in gains)} windows of {len(gains)} the heuristic is level or "
+        "ahead: the optimum is that of a decision, not of what comes later"
     )
-    yield Row(
-        place="Fig. 10",
-        what="MILP / heuristic, best window",
-        paper=1.32,
-        ours=max(gains),
-        unit="x",
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 10",
-        what="MILP / heuristic, worst window: better",
-        paper=at_least(1.0),
-        ours=min(gains),
-        unit="x",
-        why=f"in {sum(gain < 1 for gain in gains)} windows of {len(gains)} the heuristic is level "
-        "or ahead: the optimum is that of a decision, not of what comes later",
-    )
+    best = f"U of the best of {len(milp)} windows of six hours"
+    yield _row("Fig. 10", best, 90.0, max(milp), "%")
+    yield _row("Fig. 10", "mean U of these windows", 80.0, statistics.fmean(milp), "%", static)
+    yield _row("Fig. 10", "MILP / heuristic, best window", 1.32, max(gains), "x")
+    worst = "MILP / heuristic, worst window: better"
+    yield _row("Fig. 10", worst, at_least(1.0), min(gains), "x", level)
 
 
 # -- diverse trials -------------------------------------------------------------------------------
@@ -488,60 +411,26 @@ def _diverse(runs: Runs) -> Iterator[Row]:
     """Seven models in turn, T_fwd = 120 s."""
     few, usual, many = (runs[f"scaling-efficiency, {p}"] for p in _SHOWN_AT_ONCE)
     yield from _figure12(runs)
-    yield Row(
-        place="Fig. 13",
-        what="U, scaling efficiency / throughput, T_fwd = 120 s",
-        paper=at_least(1.0),
-        ours=usual.percent / runs["throughput, 10"].percent,
-        unit="x",
-        why=_NODES,
-    )
-    yield Row(
-        place="Fig. 13",
-        what="U, scaling efficiency, T_fwd = 600 s / 120 s: as with equal trials",
-        paper=SIMILAR,
-        ours=runs["scaling-efficiency, patient"].percent / usual.percent,
-        unit="x",
-        why=_NODES,
-    )
-    yield Row(
-        place="abstract",
-        what="U, scaling efficiency, P_jmax = 35",
-        paper=93.0,
-        ours=many.percent,
-        unit="%",
-        why=_STATIC,
-    )
-    yield Row(
-        place="Fig. 14c",
-        what="U, P_jmax = 35 / 5: rises",
-        paper=at_least(1.0),
-        ours=many.percent / few.percent,
-        unit="x",
-        why=_NODES,
-    )
+    gain = usual.percent / runs["throughput, 10"].percent
+    what = "U, scaling efficiency / throughput, T_fwd = 120 s"
+    yield _row("Fig. 13", what, at_least(1.0), gain, "x")
+    gain = runs["scaling-efficiency, patient"].percent / usual.percent
+    what = "U, scaling efficiency, T_fwd = 600 s / 120 s: as with equal trials"
+    yield _row("Fig. 13", what, SIMILAR, gain, "x")
+    what = "U, scaling efficiency, P_jmax = 35"
+    yield _row("abstract", what, 93.0, many.percent, "%", _STATIC)
+    what = "U, P_jmax = 35 / 5: rises"
+    yield _row("Fig. 14c", what, at_least(1.0), many.percent / few.percent, "x")
     for run, p, paper in ((few, 5, 12.4), (usual, 10, 2.1)):
-        yield Row(
-            place="5.3",
-            what=f"node time without a trial, P_jmax = {p}",
-            paper=paper,
-            ours=100 * run.report["idle_share"],
-            unit="%",
-            tolerance=0.25,
-            why=f"{_NODES}; and trials that have ended hold nodes until the next event",
-        )
-    for place, what, paper, ours in (
-        ("Fig. 14b", "mean runtime", 5.42, many.mean_hours / few.mean_hours),
-        ("Fig. 14a", "node hours until all have ended", 0.72, many.node_hours / few.node_hours),
-    ):
-        yield Row(
-            place=place,
-            what=f"{what}, scaling efficiency, P_jmax = 35 / 5",
-            paper=paper,
-            ours=ours,
-            unit="x",
-            why=_RUNTIMES,
-        )
+        what = f"node time without a trial, P_jmax = {p}"
+        why = f"{_NODES}; and trials that have ended hold nodes until the next event"
+        row = _row("5.3", what, paper, 100 * run.report["idle_share"], "%", why)
+        yield replace(row, tolerance=0.25)
+    which = "scaling efficiency, P_jmax = 35 / 5"
+    ratio = many.mean_hours / few.mean_hours
+    yield _row("Fig. 14b", f"mean runtime, {which}", 5.42, ratio, "x", _RUNTIMES)
+    what, ratio = f"node hours until all have ended, {which}", many.node_hours / few.node_hours
+    yield _row("Fig. 14a", what, 0.72, ratio, "x", _RUNTIMES)
 
 
 def _figure12(runs: Runs) -> Iterator[Row]:
@@ -549,29 +438,18 @@ def _figure12(runs: Runs) -> Iterator[Row]:
     for objective, words in (("throughput", "unlike"), ("scaling-efficiency", "similar")):
         published = [hours[AT_ONCE.index(10)] for hours in HOURS[objective].values()]
         ours = runs[f"{objective}, 10"].hours.values()
-        yield Row(
-            place="Fig. 12",
-            what=f"slowest / fastest model, objective {objective}: {words}",
-            paper=max(published) / min(published),
-            ours=max(ours) / min(ours) if ours else None,
-            unit="x",
-            tolerance=0.25,
-            why=_RUNTIMES,
-        )
+        what = f"slowest / fastest model, objective {objective}: {words}"
+        paper, ratio = max(published) / min(published), max(ours) / min(ours) if ours else math.nan
+        yield replace(_row("Fig. 12", what, paper, ratio, "x", _RUNTIMES), tolerance=0.25)
 
 
 def _hours(place: str, objective: str, runs: Runs) -> Iterator[Row]:
     for name, published in HOURS[objective].items():
         for p in _SHOWN_AT_ONCE:
-            yield Row(
-                place=place,
-                what=f"{name}, P_jmax = {p}",
-                paper=published[AT_ONCE.index(p)],
-                ours=runs[f"{objective}, {p}"].hours.get(IN_DATA[name]),
-                unit="h",
-                tolerance=0.25,
-                why=_RUNTIMES,
-            )
+            paper = published[AT_ONCE.index(p)]
+            ours = runs[f"{objective}, {p}"].hours.get(IN_DATA[name], math.nan)
+            row = _row(place, f"{name}, P_jmax = {p}", paper, ours, "h", _RUNTIMES)
+            yield replace(row, tolerance=0.25)
 
 
 # -- scalability and rescaling cost ---------------------------------------------------------------
@@ -580,17 +458,12 @@ def _hours(place: str, objective: str, runs: Runs) -> Iterator[Row]:
 def _figure15(runs: Runs) -> Iterator[Row]:
     published: dict[str, float | Span] = {name: at_least(75.0) for name in IN_DATA}
     for name, paper in {**published, "AlexNet": 75.0, "DenseNet": 83.0}.items():
-        ours = runs[name].percent
-        yield Row(place="Fig. 15", what=f"U, {name}", paper=paper, ours=ours, unit="%", why=_NODES)
+        yield _row("Fig. 15", f"U, {name}", paper, runs[name].percent, "%")
 
 
 def _figure16(runs: Runs) -> Iterator[Row]:
+    why = "lost nodes cost more as well: what a preempted trial loses grows alike"
     for times in _COSTS:
-        yield Row(
-            place="Fig. 16",
-            what=f"U, {times} x the rescaling cost / 1 x: falls slightly",
-            paper=(0.8, 1.0),
-            ours=runs[f"{times} x"].percent / runs["120 s"].percent,
-            unit="x",
-            why="lost nodes cost more as well: what a preempted trial loses grows alike",
-        )
+        what = f"U, {times} x the rescaling cost / 1 x: falls slightly"
+        ratio = runs[f"{times} x"].percent / runs["120 s"].percent
+        yield _row("Fig. 16", what, (0.8, 1.0), ratio, "x", why)
