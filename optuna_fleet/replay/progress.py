@@ -48,6 +48,7 @@ class SimulatedRun:
     pace: float
     since_s: float
     round: int
+    samples_before: float
     waits: bool = False
     version: int = 0
     flotilla: tuple[int, int] | None = None
@@ -105,7 +106,7 @@ def charge_loss(progress: Progress, left: Mapping[str, int], rules: Rules) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One run that has ended."""
+    """One run that has ended; `samples` are net of what its start and its losses cost."""
 
     number: int
     devices: tuple[int, ...]
@@ -113,6 +114,7 @@ class Span:
     end_s: float
     round: int
     has_returned: bool
+    samples: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +150,7 @@ class Totals:
                 end_s=now,
                 round=flight.round,
                 has_returned=flight.progress.ended_s is not None,
+                samples=flight.progress.samples - flight.samples_before,
             )
         )
 

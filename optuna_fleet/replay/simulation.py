@@ -269,11 +269,7 @@ class Simulation:
     def _launch(self, launch: Launch) -> None:
         progress = self._progress[launch.number]
         num_by_kind = self._num_by_kind(launch.devices)
-        charge_start(progress, num_by_kind, self._now, self._rules)
         rate = progress.trial.rate_on(num_by_kind)
-        if progress.begun_s is None:
-            progress.begun_s = self._now
-        progress.num_by_kind = num_by_kind
         flight = SimulatedRun(
             run_id=launch.run_id,
             number=launch.number,
@@ -284,8 +280,13 @@ class Simulation:
             pace=rate,
             since_s=self._now,
             round=launch.round,
+            samples_before=progress.samples,
             flotilla=self._flotilla_of.get(launch.number),
         )
+        charge_start(progress, num_by_kind, self._now, self._rules)
+        if progress.begun_s is None:
+            progress.begun_s = self._now
+        progress.num_by_kind = num_by_kind
         self._flights[launch.run_id] = flight
         if launch.measure:
             measured_s = self._now + self._rules.profile_samples / rate
