@@ -49,7 +49,8 @@ class ChunkError:
 class OpenPass:
     """A trainer begins to read an epoch at sample position ``start`` of the canonical order.
 
-    It ``continues`` if it will read the next epoch afterwards.
+    It ``continues`` if it will read the next epoch afterwards. It is part of a run, but for those
+    who read for nobody in particular.
     """
 
     pass_id: int
@@ -57,6 +58,7 @@ class OpenPass:
     epoch: int
     start: int
     continues: bool
+    run_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
