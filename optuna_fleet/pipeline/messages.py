@@ -72,9 +72,9 @@ class FindHead:
 class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
-    ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches. A tuple,
-    as ``ChunkReady``: there are two of these messages per chunk and reader, and data classes take
-    long to unpickle.
+    ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches, and
+    ``num_consumed`` samples were used since it was last told. A tuple, as ``ChunkReady``: there
+    are two of these messages per chunk and reader, and data classes take long to unpickle.
     """
 
     pass_id: int
@@ -82,6 +82,7 @@ class Advance(NamedTuple):
     needed: tuple[int, ...] = ()
     ahead: tuple[int, ...] = ()
     released: tuple[int, ...] = ()
+    num_consumed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

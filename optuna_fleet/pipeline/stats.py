@@ -102,7 +102,7 @@ class PipelineStats:
 
     Attributes:
         preprocessed: Samples preprocessed, repetitions included.
-        consumed: Samples that trials consumed, as reported at the end of each pass.
+        consumed: Samples that trials consumed, as reported with each chunk.
         busy_s: Seconds preprocessors spent on chunks, summed over them.
         waited_s: Seconds trainers waited for data, summed over them.
         resident_bytes: Bytes of the chunks in memory now.

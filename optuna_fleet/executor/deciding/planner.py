@@ -216,6 +216,7 @@ class Planner:
         if self._policy.paradigm == "elastic" and not moves:
             return instructions
         self._rounds.begin(self._roster.runs.values(), plan)
+        plan = self._problems.explained(plan)
         return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
 
     def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:

@@ -209,6 +209,7 @@ class PipelineServer:
         self._readers[pass_id[0]].send(opened)
 
     def _advance(self, pass_id: PassId, message: Advance) -> None:
+        self._production.counts.consumed += message.num_consumed
         self._store.move(pass_id, message.cursor)
         self._store.release(pass_id, message.released)
         for chunk in message.needed:
