@@ -1,5 +1,7 @@
 """Worked examples of the simulation, by hand."""
 
+from dataclasses import replace
+
 import pytest
 from replay_cases import (
     LINEAR,
@@ -344,3 +346,29 @@ def test_what_was_measured_keeps_nobody_from_flying(policy):
     unmeasured = simulated(looks_ahead=False)
     check_all_ended(unmeasured, trials)
     assert spans_of(simulated()) == spans_of(unmeasured)
+
+
+class Strict:
+    """Has one trial fly where there is a capacity, and all where there is none."""
+
+    name = "strict"
+
+    def __init__(self):
+        self.capacities = []
+
+    def allocate(self, problem):
+        self.capacities.append(problem.preprocess_samples_per_s)
+        least = SingleDeviceAllocator().allocate(replace(problem, preprocess_samples_per_s=None))
+        if problem.preprocess_samples_per_s is None:
+            return least
+        flying = sorted(least.flotillas, key=lambda f: f.assignments[0].number)
+        return replace(least, flotillas=tuple(flying[:1]))
+
+
+def test_a_plan_that_holds_trials_back_for_what_was_measured_is_made_again_without():
+    trials = [trial(f"{k}", [10.0 + k, 40.0], epochs=2 + k) for k in range(4)]
+    strict, rules = Strict(), Rules(preprocess_samples_per_s=8.0)
+    outcome = simulate(trials, [all_join(4)], strict, rules=rules)
+    check_all_ended(outcome, trials)
+    assert any(strict.capacities)
+    assert sorted(spans_of(outcome)) == [(k, (k,), 0.0, 100 * (2 + k) / 8) for k in range(4)]

@@ -147,6 +147,22 @@ class ProblemBuilder:
             return problem
         return _limited(problem, measured) if self._policy.looks_ahead else problem
 
+    def is_held_back(self, plan: Plan, problem: AllocationProblem) -> bool:
+        """Whether trials wait that fly, or for which there are devices, since data are slow.
+
+        If that was not told, but measured, it is forgotten until it is measured anew: mostly
+        trials share what is made, so that one more slows nobody.
+        """
+        told, flying = self._policy.preprocess_samples_per_s, plan.assignments
+        if told is not None or problem.preprocess_samples_per_s is None:
+            return False
+        free = problem.num_devices - sum(len(a.devices) for a in flying.values())
+        waiting = [c for c in problem.candidates if c.number not in flying]
+        if not any(c.devices or c.min_devices <= free for c in waiting):
+            return False
+        self.measured_samples_per_s = None
+        return True
+
     def explained(self, plan: Plan) -> Plan:
         """The plan, which says so if its trials are slowed by preprocessors, as measured."""
         given, drawn = self.measured_samples_per_s, sum(f.stream_rate for f in plan.flotillas)
@@ -212,8 +228,8 @@ class ProblemBuilder:
 def _limited(problem: AllocationProblem, measured: float) -> AllocationProblem:
     """Plans may not draw more than was measured, if anything in them does so by growing.
 
-    A figure that was measured may be too low: it takes no device from anybody, and keeps nobody
-    from flying on as few as possible.
+    A figure that was measured may be too low: all can keep what they have, and whoever waits have
+    as few devices as possible.
     """
     limited = replace(problem, preprocess_samples_per_s=measured)
     widths = {c.number: _least(problem, c) for c in problem.candidates}
