@@ -85,13 +85,13 @@ def test_it_is_never_less_than_what_trials_got(
 
 
 class Slow(torch.utils.data.Dataset[torch.Tensor]):
-    """Nobody makes more than 33 of its samples per second, however fast the machine is."""
+    """Nobody makes more than 50 of its samples per second, however fast the machine is."""
 
     def __len__(self) -> int:
         return 32
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.03)
+        time.sleep(0.02)
         return torch.rand(1024)
 
 
@@ -125,4 +125,4 @@ def test_a_sweep_that_waits_for_data_says_so_in_its_plans(caplog: Any) -> None:
     found = [text for text in decisions if "slowed by preprocessors" in text]
     assert found
     given_per_s = float(found[0].split("measured to give ")[1].split()[0])
-    assert 0 < given_per_s < 1 / 0.03 / LEAST_BUSY
+    assert 0 < given_per_s < 1 / 0.02 / LEAST_BUSY
