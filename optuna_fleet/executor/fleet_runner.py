@@ -111,10 +111,12 @@ class FleetRunner:
 
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is None or not self._runtime.is_ours:
-            options = self._options
+            options, pipeline = self._options, self._options.pipeline
+            if pipeline is not None and (own := options.policy.own_preprocessors) is not None:
+                pipeline = pipeline.unshared(own)
             self._runtime = Runtime(
                 self._engine,
-                options.pipeline,
+                pipeline,
                 IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
@@ -95,6 +96,7 @@ class SharedPipeline:
     """
 
     _session: Session | None = None
+    _num_alone: int | None = None
 
     def __init__(
         self,
@@ -201,7 +203,15 @@ class SharedPipeline:
             spec=decided,
             wanted=self._wanted,
             num_preprocessors=self.num_preprocessors,
+            num_alone=self._num_alone,
         )
+
+    def unshared(self, num_preprocessors: int) -> SharedPipeline:
+        """Returns the same data, which so many preprocessors make for each trial alone."""
+        alone = copy.copy(self)
+        alone._num_alone, alone.exchange = num_preprocessors, "local"
+        alone._wanted = replace(self._wanted, decoded_bytes=0)
+        return alone
 
     def left_whole(self) -> list[str]:
         """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""
