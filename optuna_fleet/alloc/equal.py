@@ -25,7 +25,10 @@ class EqualSplitAllocator:
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        widths = _as_far_as_possible(problem, self._shares(problem))
+        shares = self._shares(problem)
+        # No device is to be idle because those who could have it wait.
+        least = {c.number: 0 if self.published else c.min_devices for c in problem.candidates}
+        widths = _as_far_as_possible(problem, shares, least)
         return assemble(
             problem,
             group_widths(problem, widths),
@@ -61,8 +64,12 @@ class EqualSplitAllocator:
         return min(share, candidate.widest) if share >= least else 0
 
 
-def _as_far_as_possible(problem: AllocationProblem, shares: Mapping[int, int]) -> Widths:
+def _as_far_as_possible(
+    problem: AllocationProblem, shares: Mapping[int, int], least: Mapping[int, int]
+) -> Widths:
     """What can be done now: who can't move keeps its width, and who shrinks makes room first.
+
+    Whoever has no share gets the ``least``, if devices are left.
 
     What the preprocessors could not serve gets less, or nothing. If that leaves nobody, the
     slowest trial flies: see :func:`optuna_fleet.alloc.streams.stream_limit`.
@@ -73,18 +80,18 @@ def _as_far_as_possible(problem: AllocationProblem, shares: Mapping[int, int]) -
     now = {c.number: problem.kept_width(c) or 0 for c in movable}
 
     def widen(candidate: Candidate, limit: int) -> None:
-        least = max(widths.get(candidate.number, 0) + 1, candidate.min_devices)
-        for m in range(limit, least - 1, -1):
+        fewest = max(widths.get(candidate.number, 0) + 1, candidate.min_devices)
+        for m in range(limit, fewest - 1, -1):
             if is_served({**widths, candidate.number: m}):
                 widths[candidate.number] = m
                 return
 
     for candidate in movable:
         widen(candidate, min(shares[candidate.number], now[candidate.number]))
-    for candidate in sorted(movable, key=lambda c: c.number not in widths):
+    for candidate in sorted(movable, key=lambda c: (c.number not in widths, not shares[c.number])):
         free = problem.num_devices - sum(widths.values())
         most = widths.get(candidate.number, 0) + free
-        widen(candidate, min(shares[candidate.number], most))
+        widen(candidate, min(shares[candidate.number] or least[candidate.number], most))
     return widths or _slowest(problem)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.alloc.model import new_model
+from optuna_fleet.alloc.model import failing, new_model, optimized
 from optuna_fleet.alloc.problem import AllocationFailed
 
 FloatArray = NDArray[np.float64]
@@ -29,6 +29,8 @@ Rates = tuple[float, ...]
 
 _MAX_STEPS = 200
 _TOLERANCE = 1e-13
+_PATIENCE_S = 60.0
+_SPARE = 1e-3  # worth, beside the pace of all, of what trials at their peak leave to the others
 _SLACK = 1e-5  # relative; what CBC's tolerances let through
 
 
@@ -134,13 +136,7 @@ def fluid_paces(
         _, widths = fluid_optimum(own, work, total)
         at = zip(own, widths.tolist(), strict=True)
         return np.array([np.interp(m, *_corners(r[:total])[::-1]) for r, m in at])
-    needed = np.asarray(work, dtype=np.float64)
-    peaks = _peaks(rates, num_by_kind)
-    paces: FloatArray = np.minimum(needed / _solve(rates, needed, num_by_kind, peaks < 0), peaks)
-    if (at_peak := paces >= peaks * (1 - _SLACK)).any() and not at_peak.all():
-        seconds = _solve(rates, needed, num_by_kind, at_peak)
-        paces = np.minimum(needed / seconds, peaks)
-    return paces
+    return _relaxed(rates, np.asarray(work), num_by_kind, _SPARE / len(rates))[1]
 
 
 def fluid_seconds(
@@ -159,44 +155,59 @@ def fluid_seconds(
     Raises:
         AllocationFailed: The solver failed.
     """
-    nobody = np.zeros(len(work), dtype=bool)
-    return _solve(rates, np.asarray(work, dtype=np.float64), num_by_kind, nobody) * (1 - _SLACK)
+    return _relaxed(rates, np.asarray(work), num_by_kind)[0] * (1 - _SLACK)
 
 
-def _peaks(rates: Sequence[Mapping[str, Rates]], num_by_kind: Mapping[str, int]) -> FloatArray:
-    """Rate of each trial alone on the devices that suit it best."""
-    return np.array([max(max(own[kind]) for kind in num_by_kind) for own in rates])
-
-
-def _solve(
+def _relaxed(
     rates: Sequence[Mapping[str, Rates]],
     work: FloatArray,
     num_by_kind: Mapping[str, int],
-    at_peak: NDArray[np.bool_],
-) -> float:
-    """Least seconds for the others, if these trials are at their peak."""
+    spare: float = 0.0,
+) -> tuple[float, FloatArray]:
+    """Least seconds for all the work, and the paces, with what is spared worth so much."""
+    # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
+    alone = np.array([max(max(own[kind]) for kind in num_by_kind) for own in rates])
+    slowest = float((work / alone).max())
+    with failing():
+        model = new_model()
+        needs = (work / alone / slowest).tolist()
+        pace, done = _build(model, rates, alone.tolist(), needs, num_by_kind, spare)
+        if not optimized(model, _PATIENCE_S) or not pace.x:
+            raise AllocationFailed("the solver did not solve the fluid relaxation")
+        return slowest / pace.x, np.array([terms.x for terms in done]) * alone
+
+
+def _build(
+    model: Any,
+    rates: Sequence[Mapping[str, Rates]],
+    alone: Sequence[float],
+    needs: Sequence[float],
+    num_by_kind: Mapping[str, int],
+    spare: float,
+) -> tuple[Any, list[Any]]:
+    """The linear program.
+
+    Returns:
+        The pace to be maximised, and what each trial does, as a share of what it could do alone.
+    """
     import mip
 
-    model = new_model()
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
-    peaks = _peaks(rates, num_by_kind)  # they scale all numbers
-    slowest = float((work / peaks)[~at_peak].max())
     pace = model.add_var(ub=1.0, obj=1.0)
     used: dict[str, list[Any]] = defaultdict(list)
-    for own, samples, peak, is_at_peak in zip(rates, work, peaks, at_peak, strict=True):
-        shares, done = [], []
+    done = []
+    for own, best, need in zip(rates, alone, needs, strict=True):
+        shares, terms = [], []
         for kind in num_by_kind:
             heights, widths = _corners(own[kind])
             for rate, m in zip(heights[1:].tolist(), widths[1:].tolist(), strict=True):
-                share = model.add_var()
+                share = model.add_var(obj=spare * rate / best)
                 shares.append(share)
-                done.append(rate / peak * share)
+                terms.append(rate / best * share)
                 used[kind].append(m * share)
         model += mip.xsum(shares) <= 1
-        needs = 1 - _SLACK if is_at_peak else samples / peak / slowest * pace
-        model += mip.xsum(done) >= needs
-    for kind, terms in used.items():
-        model += mip.xsum(terms) <= num_by_kind[kind]
-    if model.optimize() != mip.OptimizationStatus.OPTIMAL or not pace.x:
-        raise AllocationFailed("The solver did not solve the fluid relaxation.")
-    return float(slowest / pace.x)
+        done.append(mip.xsum(terms))
+        model += done[-1] >= need * pace
+    for kind, all_of in used.items():
+        model += mip.xsum(all_of) <= num_by_kind[kind]
+    return pace, done

@@ -69,22 +69,28 @@ class ByKind:
 
 
 def _kinds(problem: AllocationProblem) -> Kinds:
-    """Types that trials are on, or where devices have the least to do.
+    """Types that trials are on, or where devices are free, or have the least to do.
 
     As nobody knows how long trials train, each has as much to do as any other.
     """
     kinds: Kinds = {}
-    load = dict.fromkeys(problem.num_by_kind, 0.0)
+    load, free = dict.fromkeys(problem.num_by_kind, 0.0), dict(problem.num_by_kind)
 
-    def time(candidate: Candidate, kind: str) -> tuple[bool, float]:
+    def gains(candidate: Candidate) -> float:
+        return max(_slowness(problem, candidate, kind) for kind in load)
+
+    def after(candidate: Candidate, kind: str) -> tuple[bool, bool, float]:
         total = problem.num_by_kind[kind]
         busy = load[kind] + _slowness(problem, candidate, kind)
-        return candidate.min_devices > total, busy / max(total, 1)
+        least = candidate.min_devices
+        return least > total, least > free[kind], busy / max(total, 1)
 
-    for candidate in sorted(problem.by_number.values(), key=lambda c: not problem.kind_now(c)):
-        home = problem.kind_now(candidate)
-        kind = home or min(load, key=lambda k: time(candidate, k))
+    # Those who gain most by the right type choose first.
+    order = sorted(problem.by_number.values(), key=lambda c: (not problem.kind_now(c), -gains(c)))
+    for candidate in order:
+        kind = problem.kind_now(candidate) or min(load, key=lambda k: after(candidate, k))
         load[kind] += _slowness(problem, candidate, kind)
+        free[kind] -= candidate.min_devices
         kinds[candidate.number] = kind
     return kinds
 
@@ -117,17 +123,17 @@ def _mixtures(problem: AllocationProblem) -> Choice:
         if not stays and c.min_devices <= largest:
             continue
         if not stays or any(free[kind] < m for kind, m in share.items()):
-            share = _spread(free, c.min_devices)
+            share = _spread(free, problem.types_of(c.number, SEVERAL), c.min_devices)
         for kind, m in share.items():
             free[kind] -= m
         choice[c.number] = share
     return {number: share for number, share in choice.items() if share}
 
 
-def _spread(free: Mapping[str, int], m: int) -> dict[str, int]:
-    """So many devices, of the types with the most first; none if there are not as many."""
+def _spread(free: Mapping[str, int], kinds: Iterable[str], m: int) -> dict[str, int]:
+    """So many devices, of the first types first; none if there are not as many."""
     share: dict[str, int] = {}
-    for kind in sorted(free, key=lambda k: -free[k]):
+    for kind in kinds:
         if taken := min(free[kind], m - sum(share.values())):
             share[kind] = taken
     return share if sum(share.values()) == m else {}

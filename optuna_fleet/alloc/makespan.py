@@ -2,8 +2,8 @@
 
 The work left of each trial is its expected remaining epochs (:mod:`optuna_fleet.alloc.lengths`).
 The fluid optimum of that work says at which pace each trial should go on, so how many devices it
-should have: f, a fraction. The next device is worth as much as is missing of that, 2 (f - m); so
-the best whole numbers are f rounded, as far as devices can be had. Trials with long epochs aim to
+should have: f, a fraction. The next device is worth as much as is missing of that, 2 (f - m), so m
+are worth m (1 + 2 f - m), and the best whole numbers are f rounded. Trials with long epochs aim to
 finish a little earlier than the others: should they turn out longer than expected, there is less
 to be done about it, for they move seldom and their last devices help least.
 """
@@ -81,15 +81,16 @@ def _gains(
     now = problem.kept_width(candidate) or 0
     is_home = bool(now) and problem.kind_now(candidate) in (kind, "")
     speed_now = candidate.rate(now) if 0 < now <= candidate.widest else 0.0
+    is_kept = 0 < now <= math.ceil(share)
     flying = _FLYING if now and candidate.is_within_epoch else 0.0
     for m in candidate.useful_widths(problem.num_devices, kind):
         rate = candidate.rates_on(kind)[m - 1]
         is_costly = speed_now and rate > speed_now and not (is_home and m == now)
         if is_costly and candidate.rescale_up_s + samples / rate >= samples / speed_now:
             continue  # it would end no sooner, the move included
-        devices = m * least / share
-        gain = devices * (1 + 2 * least - devices) + flying
-        yield m, gain + (_KEEPING if is_home and now <= min(m, math.ceil(share)) else 0.0)
+        devices, fewest = m * least / share, candidate.min_devices * least / share
+        gain = devices * (fewest + 2 * least - devices) + flying
+        yield m, gain + (_KEEPING if is_kept and rate >= speed_now else 0.0)
 
 
 def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Candidate]:

@@ -23,13 +23,14 @@ import importlib.util
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationFailed, AllocationProblem
-from optuna_fleet.alloc.program import Program, Worth, by_slope
+from optuna_fleet.alloc.program import TIE, Program, Worth, by_slope
 from optuna_fleet.alloc.shares import Choice, kind_of_share, share_of
 from optuna_fleet.alloc.windows import Key, by_window, phases_of, windows
 
@@ -90,6 +91,31 @@ def new_model() -> Any:
     return model
 
 
+def optimized(model: Any, limit_s: float) -> bool:
+    """Solves it; says whether nothing is better than what was found.
+
+    Raises:
+        AllocationFailed: Nothing was found within the time.
+    """
+    import mip
+
+    status = model.optimize(max_seconds=limit_s)
+    if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
+        raise AllocationFailed(f"the solver ended with {status.name} after {limit_s:g} s at most")
+    return bool(status == mip.OptimizationStatus.OPTIMAL)
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """Turns whatever a solver raises into `AllocationFailed`."""
+    try:
+        yield
+    except AllocationFailed:
+        raise
+    except Exception as error:
+        raise AllocationFailed(f"the solver failed: {type(error).__name__}: {error}") from error
+
+
 @lru_cache(maxsize=1)
 def _has_highs() -> bool:
     return any(importlib.util.find_spec(name) for name in ("highspy", "highsbox"))
@@ -101,30 +127,22 @@ def _solve(program: Program) -> Decision:
     Raises:
         AllocationFailed: Nothing was found within the time, or the solver failed.
     """
-    import mip
-
-    limit_s = program.problem.time_limit_s
-    solved = (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE)
-    try:
+    with failing():
         model = new_model()
         x, z = _build(model, program)
-        status = model.optimize(max_seconds=limit_s)
-        chosen = [key for key, var in x.items() if status in solved and var.x > 0.5]
-        gap = float(model.gap) if status in solved else math.inf
-        taken = {key: round(var.x) for key, var in z.items() if status in solved}
-    except Exception as error:
-        raise AllocationFailed(f"the solver failed: {type(error).__name__}: {error}") from error
-    if status not in solved:
-        raise AllocationFailed(f"the solver ended with {status.name} after {limit_s:g} s at most")
+        is_optimal = optimized(model, program.problem.time_limit_s)
+        chosen = [key for key, var in x.items() if var.x > 0.5]
+        taken = {key: round(var.x) for key, var in z.items()}
+        gap = float(model.gap)
     choice = {**program.fixed}
     for number, kind, m in chosen:
         mixture = {k: taken[number, k] for k in program.room if taken.get((number, k))}
         choice[number] = mixture if kind == SEVERAL else {kind: m}
     name = type(model.solver).__name__.removeprefix("Solver").upper()
-    _logger.debug("%s: %s, gap %g, %d options", name, status.name, gap, len(x))
+    _logger.debug("%s: optimal %s, gap %g, %d options", name, is_optimal, gap, len(x))
     return Decision(
         choice=choice,
-        status="optimal" if status == mip.OptimizationStatus.OPTIMAL else "feasible",
+        status="optimal" if is_optimal else "feasible",
         gap=gap if math.isfinite(gap) else None,
         solver=name,
     )
@@ -148,11 +166,11 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
         (mixed[number] if kind == SEVERAL else of_kind[kind]).append(m * var)
     for terms in of_trial.values():
         model += mip.xsum(terms) <= 1
-    z = {
-        (number, kind): model.add_var(var_type=mip.INTEGER, ub=n)
-        for number in mixed
-        for kind, n in program.room.items()
-    }
+    z: dict[tuple[int, str], Any] = {}
+    for number in mixed:
+        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL)):
+            n = program.room[kind]  # rather the fast ones
+            z[number, kind] = model.add_var(ub=n, obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER)
     for number, terms in mixed.items():
         model += mip.xsum(z[number, kind] for kind in program.room) == mip.xsum(terms)
         candidate = program.problem.by_number[number]

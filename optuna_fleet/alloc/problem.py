@@ -215,6 +215,12 @@ class AllocationProblem:
         """Type of the devices it flies on; see `kind_of`."""
         return self.kind_of(candidate.devices)
 
+    def types_of(self, number: int, kind: str) -> list[str]:
+        """Types that a trial's devices may be of, the fastest first, if they are of that kind."""
+        rates_on = self.by_number[number].rates_on
+        kinds = sorted(self.num_by_kind, key=lambda k: -rates_on(k)[0])
+        return kinds if kind == SEVERAL else [kind]
+
     def kept_width(self, candidate: Candidate) -> int | None:
         """Width at which it can go on where it is; None if it waits or a device is gone."""
         stays = candidate.devices and self._available.issuperset(candidate.devices)

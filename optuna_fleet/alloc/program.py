@@ -21,6 +21,9 @@ FloatArray = NDArray[np.float64]
 Worth = Callable[[Candidate, str], Iterable[tuple[int, float]]]
 """Numbers of devices of a type, ascending, and what each is worth above waiting."""
 
+TIE = 1e-7
+"""By how much of a gain that is preferred of what is worth as much."""
+
 _MANY = 2_000  # options from which on it pays to rule some out beforehand
 _HALVINGS = 40
 
@@ -49,7 +52,7 @@ class Program:
         options: By trial, then type, then width.
         room: Devices of each type that trials which can't move leave.
         fixed: Trials that can't move, with their devices.
-        flotilla_cost: c, in the unit of the gains.
+        flotilla_cost: c, in the unit of the gains; below any gain, so that nothing idles for it.
         limit: What all streams may draw, in samples/s.
     """
 
@@ -75,12 +78,13 @@ class Program:
             for kind in (*room, *([SEVERAL] if candidate.spans_types and len(room) > 1 else []))
             for option in _options(candidate, kind, worth(candidate, kind), _room(room, kind))
         ]
+        options = [_preferred(problem, option) for option in options]
         return cls(
             problem=problem,
             options=options,
             room=room,
             fixed=fixed,
-            flotilla_cost=flotilla_cost,
+            flotilla_cost=min([flotilla_cost, *(o.gain / 2 for o in options)]),
             limit=stream_limit(problem),
         )
 
@@ -147,6 +151,15 @@ def _options(
             yield Option(number=candidate.number, kind=kind, devices=m, gain=gain)
 
 
+def _preferred(problem: AllocationProblem, option: Option) -> Option:
+    """Among equals whoever flies there flies on, and rather as it is."""
+    candidate = problem.by_number[option.number]
+    if not candidate.devices or problem.kind_now(candidate) != option.kind:
+        return option
+    times = 1 + (option.devices == len(candidate.devices))
+    return replace(option, gain=option.gain * (1 + times * TIE))
+
+
 def by_slope(program: Program) -> Choice:
     """Gives devices where each is worth most, as long as there are any.
 
@@ -160,16 +173,16 @@ def by_slope(program: Program) -> Choice:
             continue
         share = dict(choice.get(number, {}))
         left = dict(free)
-        if not _take(left, share, kind, after - before):
+        if not _take(left, share, program.problem.types_of(number, kind), after - before):
             continue
         if program.serves({**choice, number: share}):
             choice[number], free, grows_on[number] = share, left, (kind, after)
     return choice
 
 
-def _take(free: Share, share: Share, kind: str, m: int) -> bool:
-    """Moves devices from those that are free, of several types from the most first."""
-    for k in [kind] if kind != SEVERAL else sorted(free, key=lambda k: -free[k]):
+def _take(free: Share, share: Share, kinds: Iterable[str], m: int) -> bool:
+    """Moves devices from those that are free, of the first types first."""
+    for k in kinds:
         taken = min(m, free[k])
         if taken:
             free[k] -= taken
