@@ -7,6 +7,7 @@ they ask. With x[t,k,m] = 1 if trial t gets m devices of type k::
     subject to  sum_{k,m} x[t,k,m] <= 1                                for each trial t
                 sum_{t,m} m x[t,k,m] + sum_t z[t,k] <= D_k             for each device type k
                 sum_k z[t,k] = sum_m m x[t,several types,m]            for each t that spans types
+                z[t,k] <= sum_m (m - 1) x[t,several types,m]           for each such t, and k
                 sum_{k,m in A} x[t,k,m] <= sum y[s] over s that admit A
                 sum_s rho_s y[s] <= P
 
@@ -160,10 +161,13 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
     x = {o.key: model.add_var(var_type=mip.BINARY, obj=scale * o.gain) for o in program.options}
     of_trial: dict[int, list[Any]] = defaultdict(list)
     of_kind: dict[str, list[Any]] = defaultdict(list)
-    mixed: dict[int, list[Any]] = defaultdict(list)
+    mixed: dict[int, list[tuple[int, Any]]] = defaultdict(list)
     for (number, kind, m), var in x.items():
         of_trial[number].append(var)
-        (mixed[number] if kind == SEVERAL else of_kind[kind]).append(m * var)
+        if kind == SEVERAL:
+            mixed[number].append((m, var))
+        else:
+            of_kind[kind].append(m * var)
     for terms in of_trial.values():
         model += mip.xsum(terms) <= 1
     z: dict[tuple[int, str], Any] = {}
@@ -171,8 +175,11 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
         for rank, kind in enumerate(program.problem.types_of(number, SEVERAL)):
             n = program.room[kind]  # rather the fast ones
             z[number, kind] = model.add_var(ub=n, obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER)
-    for number, terms in mixed.items():
-        model += mip.xsum(z[number, kind] for kind in program.room) == mip.xsum(terms)
+    for number, options in mixed.items():
+        total = mip.xsum(m * var for m, var in options)
+        model += mip.xsum(z[number, kind] for kind in program.room) == total
+        for kind in program.room:  # all of one type are no mixture
+            model += z[number, kind] <= mip.xsum((m - 1) * var for m, var in options)
         candidate = program.problem.by_number[number]
         own = share_of(program.problem, candidate.devices)
         staying = (number, SEVERAL, len(candidate.devices))

@@ -175,6 +175,8 @@ def by_slope(program: Program) -> Choice:
         left = dict(free)
         if not _take(left, share, program.problem.types_of(number, kind), after - before):
             continue
+        if kind_of_share(share) != kind:  # all of one type are no mixture
+            continue
         if program.serves({**choice, number: share}):
             choice[number], free, grows_on[number] = share, left, (kind, after)
     return choice
