@@ -170,28 +170,44 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
             of_kind[kind].append(m * var)
     for terms in of_trial.values():
         model += mip.xsum(terms) <= 1
-    z: dict[tuple[int, str], Any] = {}
-    for number in mixed:
-        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL)):
-            n = program.room[kind]  # rather the fast ones
-            z[number, kind] = model.add_var(ub=n, obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER)
-    for number, options in mixed.items():
-        total = mip.xsum(m * var for m, var in options)
-        model += mip.xsum(z[number, kind] for kind in program.room) == total
-        for kind in program.room:  # all of one type are no mixture
-            model += z[number, kind] <= mip.xsum((m - 1) * var for m, var in options)
-        candidate = program.problem.by_number[number]
-        own = share_of(program.problem, candidate.devices)
-        staying = (number, SEVERAL, len(candidate.devices))
-        if len(own) > 1 and staying in x:
-            for kind in sorted(own.keys() & program.room.keys()):
-                model += z[number, kind] >= own[kind] * x[staying]
+    z = _add_mixtures(model, program, mixed, x)
     for kind, room in program.room.items():
         taken = [var for (_, k), var in z.items() if k == kind]
         model += mip.xsum([*of_kind[kind], *taken]) <= room
     if program.has_flotillas:
         _add_flotillas(model, program, x, scale)
     return x, z
+
+
+def _add_mixtures(
+    model: Any,
+    program: Program,
+    mixed: Mapping[int, list[tuple[int, Any]]],
+    x: Mapping[Key, Any],
+) -> dict[tuple[int, str], Any]:
+    """How many devices of each type trials get that have several types.
+
+    Returns:
+        z.
+    """
+    import mip
+
+    z: dict[tuple[int, str], Any] = {}
+    for number, options in mixed.items():
+        total = mip.xsum(m * var for m, var in options)
+        most_of_one = mip.xsum((m - 1) * var for m, var in options)
+        candidate = program.problem.by_number[number]
+        own = share_of(program.problem, candidate.devices)
+        staying = x.get((number, SEVERAL, len(candidate.devices))) if len(own) > 1 else None
+        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL)):
+            n = program.room[kind]  # rather the fast ones
+            var = model.add_var(ub=n, obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER)
+            model += var <= most_of_one
+            if staying is not None and kind in own:
+                model += var >= own[kind] * staying
+            z[number, kind] = var
+        model += mip.xsum(z[number, kind] for kind in program.room) == total
+    return z
 
 
 def _add_flotillas(model: Any, program: Program, x: Mapping[Key, Any], scale: float) -> None:

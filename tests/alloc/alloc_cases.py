@@ -4,7 +4,7 @@ import itertools
 import math
 
 from optuna_fleet.alloc import SEVERAL, AllocationProblem, Candidate
-from optuna_fleet.alloc.shares import pinned_choice
+from optuna_fleet.alloc.shares import pinned_choice, share_of
 from optuna_fleet.alloc.streams import stream_limit
 
 SLIDE_RATES = {  # FLEET's slides 27-30
@@ -29,8 +29,16 @@ def shares_of(problem, candidate):
     kinds = list(problem.num_by_kind)
     for numbers in itertools.product(*(range(n + 1) for n in problem.num_by_kind.values())):
         share = {k: m for k, m in zip(kinds, numbers, strict=True) if m}
-        if share and (len(share) == 1 or candidate.spans_types):
+        may_have = len(share) == 1 or (candidate.spans_types and len(share) > 1)
+        if may_have and is_as_it_is(problem, candidate, share):
             yield share
+
+
+def is_as_it_is(problem, candidate, share):
+    """Whether a mixture of as many devices as it has is the one that it has."""
+    own = share_of(problem, candidate.devices)
+    as_many = len(own) > 1 and len(share) > 1 and sum(share.values()) == len(candidate.devices)
+    return not as_many or all(share.get(k, 0) >= own[k] for k in own.keys() & problem.num_by_kind)
 
 
 def kind_and_width(share):
@@ -65,7 +73,7 @@ def best_choice(problem, gains, flotilla_cost):
 
 
 def work_of(choice, gains, pinned):
-    return sum(gains[t, *kind_and_width(s)] for t, s in choice.items() if t not in pinned)
+    return sum(gains[(t, *kind_and_width(s))] for t, s in choice.items() if t not in pinned)
 
 
 def fewest(problem, choice):
