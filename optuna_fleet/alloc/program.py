@@ -212,14 +212,18 @@ def _share(
     """So many devices of that type; of a mixture rather those it has, then the fast ones."""
     share: Share = {}
     types = problem.types_of(number, kind)
-    for first in (share_of(problem, problem.by_number[number].devices), available):
+    own = share_of(problem, problem.by_number[number].devices)
+    for first in (own, available):
         for k in types:
             have = share.get(k, 0)
             taken = min(first.get(k, 0) - have, available[k] - have, m - sum(share.values()))
             if taken > 0:
                 share[k] = have + taken
-    is_all = sum(share.values()) == m and kind_of_share(share) == kind
-    return share if is_all else None  # of one type they are no mixture
+    if sum(share.values()) < m or kind_of_share(share) != kind:  # of one type is no mixture
+        return None
+    is_another = len(own) > 1 and len(share) > 1 and m == sum(own.values())
+    # Of as many devices as it has it is worth something only as it is.
+    return None if is_another and any(share.get(k, 0) < own.get(k, 0) for k in types) else share
 
 
 def _uncrowded(hulls: Mapping[tuple[int, str], Hull], room: Mapping[str, int]) -> dict[int, str]:

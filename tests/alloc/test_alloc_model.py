@@ -219,7 +219,7 @@ def test_a_solver_that_is_out_of_time_says_so_and_how_far_it_may_be_from_the_opt
     validate(problem, plan)
     assert (plan.status, plan.solver) == ("feasible", "CBC")
     assert 0 < plan.gap < 0.05
-    made = Program.of(problem, THROUGHPUT._worth(problem), 0.0)
+    made = Program.of(problem, THROUGHPUT.worth(problem), 0.0)
     assert made.value({n: {"": m} for n, m in counts(plan).items()}) >= made.value(by_slope(made))
 
 
@@ -254,6 +254,6 @@ def test_large_fleets_are_used_with_a_solver_and_without(monkeypatch, fails):
 
 def test_what_no_better_choice_can_have_is_left_out():
     problem = large_problem(64, 64)
-    made = Program.of(problem, THROUGHPUT._worth(problem), 0.0)
+    made = Program.of(problem, THROUGHPUT.worth(problem), 0.0)
     kept = made.without_hopeless(made.value(by_slope(made))).options
     assert len(kept) < len(made.options) / 2
