@@ -36,6 +36,7 @@ from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
+from optuna_fleet.settings import packed_setup
 
 CLUSTERS: dict[str, type[Cluster]] = {
     "local": LocalCluster,
@@ -77,6 +78,8 @@ class FleetExecutor:
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
             all, or None; "elastic" then plans with that, within a factor of what the sweep itself
             tells.
+        setup: A function without arguments that each process calls once, before all else of yours:
+            registrations, settings of libraries; docs/objective.md.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
 
     Raises:
@@ -98,6 +101,7 @@ class FleetExecutor:
         convergence: Convergence | None = None,
         max_trials: int | None = None,
         predictor: Callable[[optuna.trial.FrozenTrial], float | None] | None = None,
+        setup: Callable[[], object] | None = None,
         seed: int | None = None,
     ) -> None:
         if pipeline is not None and not isinstance(pipeline, SharedPipeline):
@@ -105,7 +109,7 @@ class FleetExecutor:
                 f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
-        _check_objects(limits, convergence, predictor)
+        _check_objects(limits, convergence, predictor, setup)
         wanted = "be True, False, or a Preflight, as Preflight(share=0.05)"
         check_that("preflight", preflight, is_a(bool, Preflight), wanted)
         if isinstance(devices, (str, list, tuple)):
@@ -137,6 +141,7 @@ class FleetExecutor:
             preflight=(Preflight() if preflight is True else preflight or None),
             convergence=convergence,
             predictor=predictor,
+            setup=setup,
             seed=seed,
         )
         self._runner = chosen_cluster.new_runner(self._options)
@@ -241,7 +246,13 @@ class FleetExecutor:
         limit_s = (self._options.preflight or Preflight()).limit_s
         with Checker(first_limit_s=limit_s) as checker:
             return checker.check(
-                func, pipeline, params, facts=facts, directions=study.directions, seed=seed
+                func,
+                pipeline,
+                params,
+                facts=facts,
+                directions=study.directions,
+                setup=packed_setup(self._options.setup),
+                seed=seed,
             )
 
     def close(self) -> None:
@@ -278,7 +289,7 @@ def _cluster_of(given: str | Cluster) -> Cluster:
     return CLUSTERS[str(given)]()
 
 
-def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:
+def _check_objects(limits: Any, convergence: Any, predictor: Any, setup: Any) -> None:
     """Refuse what would fail, or be passed over, in the midst of a sweep."""
     wanted = "be a Limits, as Limits(hang_s=60), or None"
     check_that("limits", limits, is_a(Limits), wanted, optional=True)
@@ -291,6 +302,8 @@ def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:
         "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
         optional=True,
     )
+    wanted = "be a function without arguments, or None"
+    check_that("setup", setup, callable, wanted, optional=True)
 
 
 def _check_call(

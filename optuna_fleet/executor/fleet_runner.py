@@ -17,17 +17,19 @@ from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network
 from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings, digest
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.settings import settings_here
+from optuna_fleet.settings import packed_setup, settings_here
 from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
 from optuna_fleet.wire.unpicklable import explained, variable
 
@@ -52,6 +54,7 @@ class FleetRunner:
         self._network = network
         self._runtime: Runtime | None = None
         self._findings: Findings | None = None
+        self._setup = packed_setup(options.setup)
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`."""
@@ -62,7 +65,7 @@ class FleetRunner:
             options=options,
             objective_id=next(_objective_ids),
             objective=objective,
-            settings=settings_here(),
+            settings=settings_here(self._setup),
             gc_after_trial=loop.gc_after_trial,
             maximize=loop.maximize,
         )
@@ -112,14 +115,20 @@ class FleetRunner:
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is None or not self._runtime.is_ours:
             options = self._options
+            setups = NodeSetups(
+                pipeline=options.pipeline,
+                setup=self._setup,
+                preload=preload or options.pipeline is not None,
+                stuck_s=options.limits.stuck_s,
+                silence_s=DRIVER_LEASE_S if self._network.has_leases else None,
+            )
             self._runtime = Runtime(
                 self._engine,
-                options.pipeline,
                 IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,
                 self._network,
-                preload=preload or options.pipeline is not None,
+                setups,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close)
             for name in options.pipeline.left_whole() if options.pipeline else ():

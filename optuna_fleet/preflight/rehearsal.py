@@ -22,6 +22,7 @@ from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Notes, Recorder
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
+from optuna_fleet.preflight.rehearsals import ENVIRONMENT
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death, die_with
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured
@@ -69,9 +70,11 @@ class Scene:
         torch.set_num_threads(1)  # others would not be there in forks
         self.order = order
         self.noise = QuietNoise()
-        self.data = Data(order.spec, order, self.noise) if order.spec else None
-        self._loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
+        self._loaded = LoadedObjective(
+            order.num_threads, has_gpu=False, resolve=_Missing, variables=ENVIRONMENT
+        )
         self._loaded.of(self.run(0, None))
+        self.data = Data(order.spec, order, self.noise) if order.spec else None
 
     def run(self, number: int, held: int | None) -> RunTrial:
         """What a driver would say to begin a leg with."""
