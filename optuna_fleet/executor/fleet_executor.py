@@ -36,6 +36,7 @@ from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
+from optuna_fleet.sampler_bridge.one_trial import study_of, value_of
 from optuna_fleet.settings import packed_setup
 
 CLUSTERS: dict[str, type[Cluster]] = {
@@ -179,27 +180,78 @@ class FleetExecutor:
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         __tracebackhide__ = True  # from IPython's and pytest's tracebacks
-        _check_not_importing_main()
-        if self._busy:
-            raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         given: Any = catch
         is_several = isinstance(given, Iterable) and not isinstance(given, str)
         kinds = tuple(given) if is_several else (given,)
         _check_call(func, n_trials, timeout, kinds, callbacks)
+        try:
+            self._run(
+                study,
+                func,
+                n_trials=plain(n_trials),
+                timeout=plain(timeout),
+                catch=kinds,
+                callbacks=callbacks,
+                gc_after_trial=gc_after_trial,
+                show_progress_bar=show_progress_bar,
+            )
+        finally:
+            del self  # see `_run`
+
+    def evaluate(
+        self,
+        func: ObjectiveFunc,
+        params_or_trial: Mapping[str, Any] | optuna.trial.BaseTrial,
+        *,
+        study: optuna.Study | None = None,
+    ) -> float | Sequence[float]:
+        """Run `func` once, outside of a sweep, and return its value.
+
+        Nothing is written to a study, nor kept in the checkpoint folder. What it raises is raised.
+
+        Args:
+            func: As for `optimize`.
+            params_or_trial: What is suggested to it: parameters by name, or a trial that has them
+                (``study.best_trial``, a ``FixedTrial``) or suggests them (``study.ask()``). With a
+                trial it has that one's number, and so its seeds, and gives the same value.
+            study: What the objective may ask its study for is taken from here: directions, user
+                attributes. None for one whose single objective is minimized.
+
+        Raises:
+            FleetConfigError: It asks for a parameter that was not given; and as `optimize`.
+        """
+        __tracebackhide__ = True
+        _check_call(func, 1, None, (), None)
+        once = study_of(params_or_trial, study)
+        self._run(once, func, n_trials=1, is_recorded=False)
+        return value_of(once)
+
+    def _run(
+        self,
+        study: optuna.Study,
+        func: ObjectiveFunc,
+        *,
+        is_recorded: bool = True,
+        **arguments: Any,
+    ) -> None:
+        """Make a call; if it `is_recorded`, the same one can go on with it, where there are files.
+
+        The `arguments` are those of `Loop`.
+        """
+        __tracebackhide__ = True
+        _check_not_importing_main()
+        if self._busy:
+            raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
         lock = None if root is None else FolderLock(root)
+        is_recorded = is_recorded and root is not None
         loop = Loop(
             study,
-            n_trials=plain(n_trials),
-            timeout=plain(timeout),
-            catch=kinds,
-            callbacks=callbacks,
-            gc_after_trial=gc_after_trial,
-            show_progress_bar=show_progress_bar,
             storage_patience_s=self._options.limits.storage_patience_s,
-            folder=None if root is None else StudyFolder(root, study.study_name),
+            folder=StudyFolder(root, study.study_name) if root and is_recorded else None,
             lock=lock,
-            digest=None if root is None else digest_of(func),
+            digest=digest_of(func) if is_recorded else None,
+            **arguments,
         )
         self._busy, self._runner.summary = True, None
         try:

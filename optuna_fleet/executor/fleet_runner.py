@@ -71,9 +71,9 @@ class FleetRunner:
         )
         checkpoints = options.checkpoints
         folder = runtime.folder_of(loop.study.study_name)
-        num_kept = 0 if options.checkpoint_dir is None else checkpoints.keep
+        num_kept = 0 if loop.folder is None else checkpoints.keep
         retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
-        findings = self._findings_of(func, retention)
+        findings = self._findings_of(func, loop)
         parts = Parts(runtime, loop.ledger, loop.proposals, job, retention, findings)
         driver = Driver(parts, self._new_controller(runtime, findings))
         try:
@@ -101,16 +101,14 @@ class FleetRunner:
             clearance=Clearance(findings.all),
         )
 
-    def _findings_of(self, func: Callable[[Any], Any], retention: CheckpointRetention) -> Findings:
+    def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:
         """What was found of the objective by checks: in this process, or by other ones."""
-        options = self._options
-        of = digest(digest_of(func), options.pipeline.spec() if options.pipeline else None)
-        if self._findings is None or self._findings.of != of or not of:
-            is_kept = options.checkpoint_dir is not None
-            self._findings = Findings(
-                of, retention.folder.path / "checks.json" if is_kept else None
-            )
-        return self._findings
+        known, pipeline = self._findings, self._options.pipeline
+        of = digest(digest_of(func), pipeline.spec() if pipeline else None)
+        path = None if loop.folder is None else loop.folder.path / "checks.json"
+        if known is None or known.of != of or not of or path not in (None, known.path):
+            self._findings = known = Findings(of, path)
+        return known
 
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is None or not self._runtime.is_ours:

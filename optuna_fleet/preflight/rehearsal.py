@@ -30,6 +30,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.moves.leaving import Held
 from optuna_fleet.trainer.objective import LoadedObjective
+from optuna_fleet.trainer.prepared import OPTIONS
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.training import Training
@@ -203,12 +204,13 @@ class RehearsedTrial(FleetTrial):
         """See `FleetTrial`."""
         return True
 
-    def prepare(self, *objects: Any, **bounds: Any) -> Any:
+    def prepare(self, *objects: Any, **named: Any) -> Any:
         """See `FleetTrial`; it is on one device too, as the model need not train for long."""
-        for thing in objects:
+        named = {name: thing for name, thing in named.items() if name not in OPTIONS}
+        for thing in (*objects, *named.values()):
             if isinstance(thing, nn.Module) and self._order.is_double:
                 thing.double()
-        return super().prepare(*objects)
+        return super().prepare(*objects, **named)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
         """See `FleetTrial`."""

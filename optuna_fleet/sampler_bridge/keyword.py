@@ -1,15 +1,17 @@
-"""Gives `optuna.Study.optimize` the keyword `executor=`."""
+"""Gives `optuna.Study.optimize` the keyword `executor=`, and Optuna's own trials a sentence."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import optuna
+from optuna.trial import BaseTrial
 
 from optuna_fleet.arguments import check_that
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, OutsideFleetError
+from optuna_fleet.trainer.trial import FleetTrial
 
 _MARK = "_optuna_fleet_original"
 
@@ -17,8 +19,9 @@ _MARK = "_optuna_fleet_original"
 def install() -> None:
     """Make `optuna.Study.optimize` take ``executor=``; done by ``import optuna_fleet``.
 
-    Without the keyword, or with None, Optuna's own method runs, argument for argument. Calling it
-    again changes nothing.
+    Without the keyword, or with None, Optuna's own method runs, argument for argument. Trials that
+    Optuna runs itself raise an AttributeError, for what only a `FleetTrial` has, that says how to
+    run them. Calling it again changes nothing.
     """
     original = optuna.Study.optimize
     if hasattr(original, _MARK):
@@ -54,6 +57,19 @@ def install() -> None:
 
     setattr(optimize, _MARK, original)
     optuna.Study.optimize = optimize  # type: ignore[method-assign]
+    BaseTrial.__getattr__ = _missing  # type: ignore[attr-defined]
+
+
+def _missing(trial: BaseTrial, name: str) -> NoReturn:
+    """An attribute that Optuna's trials do not have."""
+    problem = f"{type(trial).__name__!r} object has no attribute {name!r}"
+    if name.startswith("_") or not hasattr(FleetTrial, name):
+        raise AttributeError(problem, name=name, obj=trial)
+    raise OutsideFleetError(
+        f"{problem}: only a FleetExecutor's trials have. Run a sweep by study.optimize(objective, "
+        "..., executor=FleetExecutor(...)), a single trial by FleetExecutor(...).evaluate("
+        "objective, trial), which takes a dict of parameters too.",
+    )
 
 
 def _is_executor(value: Any) -> bool:
@@ -65,3 +81,4 @@ def uninstall() -> None:
     original = getattr(optuna.Study.optimize, _MARK, None)
     if original is not None:
         optuna.Study.optimize = original  # type: ignore[method-assign]
+        del BaseTrial.__getattr__  # type: ignore[attr-defined]
