@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -30,6 +29,7 @@ from optuna_fleet.executor.cluster.protocol import Cluster, Options
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.executor.started_by import check_is_one_process
 from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
@@ -239,7 +239,7 @@ class FleetExecutor:
         The `arguments` are those of `Loop`.
         """
         __tracebackhide__ = True
-        _check_not_importing_main()
+        check_is_one_process(os.environ)
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
@@ -290,7 +290,7 @@ class FleetExecutor:
         """
         from optuna_fleet.preflight.standalone import Checker
 
-        _check_not_importing_main()
+        check_is_one_process(os.environ)
         if not callable(func):
             raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
         facts = {"study_name": study.study_name, "user_attrs": study.user_attrs}
@@ -377,12 +377,3 @@ def _may_be_callbacks(given: Any) -> bool:
     if isinstance(given, list | tuple):
         return all(map(callable, given))
     return isinstance(given, Iterable) and not isinstance(given, str)
-
-
-def _check_not_importing_main() -> None:
-    """Raise in a process that an objective spawned, or each such process would start a fleet."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise FleetConfigError(
-            "A process that was started by 'spawn' or 'forkserver' runs this script again, up to "
-            '`study.optimize(...)`: put that under `if __name__ == "__main__":`.'
-        )
