@@ -59,6 +59,7 @@ class FleetRunner:
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`."""
         __tracebackhide__ = True
+        began = time.monotonic()
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
         job = Job(
@@ -74,7 +75,9 @@ class FleetRunner:
         num_kept = 0 if loop.folder is None else checkpoints.keep
         retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
         findings = self._findings_of(func, loop)
-        parts = Parts(runtime, loop.ledger, loop.proposals, job, retention, findings)
+        parts = Parts(
+            *(runtime, loop.ledger, loop.proposals, job, retention, findings), began=began
+        )
         driver = Driver(parts, self._new_controller(runtime, findings))
         try:
             with driver.interrupts:
