@@ -60,6 +60,7 @@ class FleetRunner:
         """See `Runner`."""
         __tracebackhide__ = True
         began = time.monotonic()
+        _check_decorators(func)
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
         job = Job(
@@ -141,6 +142,21 @@ class FleetRunner:
         if self._runtime is not None:
             self._runtime = None
             self._finalizer()
+
+
+def _check_decorators(func: Any) -> None:
+    """Refuse those of trackers that keep what can't be sent, or make a run of each of its runs."""
+    while func is not None:
+        module = getattr(func, "__globals__", {}).get("__name__", "")
+        for tracker in ("mlflow", "wandb"):
+            if module.startswith(f"optuna_integration.{tracker}"):
+                raise FleetConfigError(
+                    f"The objective is decorated by `track_in_{tracker}()`, which would begin a "
+                    "run on each device of a trial, and after each move. Leave it out, and log as "
+                    f"docs/recipes.md does, 'MLflow' and 'Weights & Biases': one run per trial. "
+                    "The callback itself works, as `callbacks=`."
+                )
+        func = getattr(func, "__wrapped__", None)
 
 
 def _packed(func: Any, study: Any) -> bytes:

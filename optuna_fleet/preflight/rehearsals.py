@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
     # MLflow can't be told to keep nothing, and makes this folder if it is used.
+    "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_TRACKING_URI": f"file://{tempfile.gettempdir()}/optuna-fleet-preflight-mlflow",
 }
 """What rehearsals find in their environment, whatever the script has there."""
