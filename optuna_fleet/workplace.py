@@ -16,9 +16,11 @@ from pathlib import Path
 
 from optuna_fleet.exceptions import FleetError
 
-# What each process of the fleet has of its own, whatever the script has set.
-_OF_EACH = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
-_SECRETS = {"OPTUNA_FLEET_JOIN", "OPTUNA_FLEET_TOKEN"}
+# What each node, or process, of the fleet has of its own, whatever the script has set.
+_OF_EACH = {
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OPTUNA_FLEET_JOIN", "OPTUNA_FLEET_TOKEN"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ def workplace_here() -> Workplace:
         folder=folder,
         sys_path=tuple(sys.path),
         argv=tuple(sys.argv),
-        variables={name: os.environ.get(name) for name in _changed - _OF_EACH - _SECRETS},
+        variables={name: os.environ.get(name) for name in _changed - _OF_EACH},
     )
 
 
