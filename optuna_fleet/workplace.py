@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from optuna_fleet.exceptions import FleetError
@@ -33,12 +34,14 @@ class Workplace:
         argv: Its arguments.
         variables: Those of the environment that it has ever changed, as they are now; None for
             those that it has removed.
+        key: By which its `multiprocessing.Manager` knows who may ask it.
     """
 
     folder: str | None
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     variables: Mapping[str, str | None]
+    key: bytes = field(repr=False)
 
     def take_on(self, *, but: Collection[str] = ()) -> None:
         """Have them mean the same to this process.
@@ -55,6 +58,7 @@ class Workplace:
             else:
                 os.environ[name] = value
         sys.path[:], sys.argv[:] = self.sys_path, self.argv
+        multiprocessing.current_process().authkey = self.key
         importlib.invalidate_caches()  # its folders may have new modules
         try:
             if self.folder is not None:
@@ -78,6 +82,7 @@ def workplace_here() -> Workplace:
         folder=folder,
         sys_path=tuple(sys.path),
         argv=tuple(sys.argv),
+        key=bytes(multiprocessing.current_process().authkey),
         variables={name: os.environ.get(name) for name in _changed - _OF_EACH},
     )
 

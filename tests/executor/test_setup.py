@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -170,6 +171,33 @@ def test_a_setup_that_can_not_travel_is_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(FleetConfigError, match=r"`setup` can't be sent .*: `lock`"):
         cpu_fleet(setup=lambda: lock.acquire())
+
+
+class Shared:
+    """A data set whose samples are with a server of the script's."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.samples[index])
+
+
+def test_what_a_manager_of_the_script_keeps_is_there_for_all() -> None:
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        samples = manager.list([1.0, 2.0, 3.0, 4.0])
+        seen = manager.dict()
+
+        def objective(trial: Any) -> float:
+            seen["trial"] = trial.number
+            return float(sum(batch.sum() for batch in trial.batches("val", batch_size=2)))
+
+        with cpu_fleet(SharedPipeline(val=Shared(samples))) as fleet:
+            assert value_of(fleet, objective) == 10.0
+        assert dict(seen) == {"trial": 0}
 
 
 SCRIPT = """
