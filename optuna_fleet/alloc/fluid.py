@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.alloc.cbc import new_model
+from optuna_fleet.alloc.model import new_model
 from optuna_fleet.alloc.problem import AllocationFailed
 
 FloatArray = NDArray[np.float64]
@@ -78,6 +78,13 @@ def _segments(rates: Rates) -> FloatArray:
     Returns:
         [3, number of segments]: rate at its start, rise of the rate, devices it takes.
     """
+    heights, widths = _corners(rates)
+    return np.stack([heights[:-1], np.diff(heights), np.diff(widths)])
+
+
+@lru_cache(maxsize=4096)
+def _corners(rates: Rates) -> FloatArray:
+    """[2, number of corners] of that majorant: rates and devices, from 0 to its peak."""
     corners = [(0, 0.0)]
     for m, rate in enumerate(rates, 1):
         if rate <= corners[-1][1]:
@@ -85,8 +92,8 @@ def _segments(rates: Rates) -> FloatArray:
         while len(corners) > 1 and _lies_below(corners, m, rate):
             corners.pop()
         corners.append((m, rate))
-    widths, heights = np.array(corners, dtype=np.float64).T
-    return np.stack([heights[:-1], np.diff(heights), np.diff(widths)])
+    found: FloatArray = np.array(corners, dtype=np.float64).T[::-1]
+    return found
 
 
 def _lies_below(corners: list[tuple[int, float]], m: int, rate: float) -> bool:
@@ -102,6 +109,38 @@ def _padded(segments: list[FloatArray]) -> FloatArray:
     for i, own in enumerate(segments):
         padded[:, i, : own.shape[1]] = own
     return padded
+
+
+def devices_for(rates: Rates, pace: float) -> float:
+    """Fewest devices, time-shared, for so many samples/s; in proportion beyond the peak."""
+    heights, widths = _corners(rates)
+    if pace >= heights[-1]:
+        return float(widths[-1] * pace / heights[-1])
+    return float(np.interp(pace, heights, widths))
+
+
+def fluid_paces(
+    rates: Sequence[Mapping[str, Rates]],
+    work: Sequence[float] | FloatArray,
+    num_by_kind: Mapping[str, int],
+) -> FloatArray:
+    """The pace of each trial in the fluid optimum, in samples/s; as :func:`fluid_seconds`.
+
+    Where trials at their peak decide how long it takes, the others share what they leave.
+    """
+    if len(num_by_kind) == 1:
+        (kind, total), *_ = num_by_kind.items()
+        own = [r[kind] for r in rates]
+        _, widths = fluid_optimum(own, work, total)
+        at = zip(own, widths.tolist(), strict=True)
+        return np.array([np.interp(m, *_corners(r[:total])[::-1]) for r, m in at])
+    needed = np.asarray(work, dtype=np.float64)
+    peaks = _peaks(rates, num_by_kind)
+    paces: FloatArray = np.minimum(needed / _solve(rates, needed, num_by_kind, peaks < 0), peaks)
+    if (at_peak := paces >= peaks * (1 - _SLACK)).any() and not at_peak.all():
+        seconds = _solve(rates, needed, num_by_kind, at_peak)
+        paces = np.minimum(needed / seconds, peaks)
+    return paces
 
 
 def fluid_seconds(
@@ -120,28 +159,44 @@ def fluid_seconds(
     Raises:
         AllocationFailed: The solver failed.
     """
+    nobody = np.zeros(len(work), dtype=bool)
+    return _solve(rates, np.asarray(work, dtype=np.float64), num_by_kind, nobody) * (1 - _SLACK)
+
+
+def _peaks(rates: Sequence[Mapping[str, Rates]], num_by_kind: Mapping[str, int]) -> FloatArray:
+    """Rate of each trial alone on the devices that suit it best."""
+    return np.array([max(max(own[kind]) for kind in num_by_kind) for own in rates])
+
+
+def _solve(
+    rates: Sequence[Mapping[str, Rates]],
+    work: FloatArray,
+    num_by_kind: Mapping[str, int],
+    at_peak: NDArray[np.bool_],
+) -> float:
+    """Least seconds for the others, if these trials are at their peak."""
     import mip
 
     model = new_model()
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
-    # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
-    alone = [max(max(own[kind]) for kind in num_by_kind) for own in rates]
-    slowest = max(samples / rate for samples, rate in zip(work, alone, strict=True))
-    pace = model.add_var(ub=1.0)
+    peaks = _peaks(rates, num_by_kind)  # they scale all numbers
+    slowest = float((work / peaks)[~at_peak].max())
+    pace = model.add_var(ub=1.0, obj=1.0)
     used: dict[str, list[Any]] = defaultdict(list)
-    for own, samples, best in zip(rates, work, alone, strict=True):
+    for own, samples, peak, is_at_peak in zip(rates, work, peaks, at_peak, strict=True):
         shares, done = [], []
         for kind in num_by_kind:
-            for m, rate in enumerate(own[kind], 1):
+            heights, widths = _corners(own[kind])
+            for rate, m in zip(heights[1:].tolist(), widths[1:].tolist(), strict=True):
                 share = model.add_var()
                 shares.append(share)
-                done.append(rate / best * share)
+                done.append(rate / peak * share)
                 used[kind].append(m * share)
         model += mip.xsum(shares) <= 1
-        model += mip.xsum(done) >= samples / best / slowest * pace
+        needs = 1 - _SLACK if is_at_peak else samples / peak / slowest * pace
+        model += mip.xsum(done) >= needs
     for kind, terms in used.items():
         model += mip.xsum(terms) <= num_by_kind[kind]
-    model.objective = pace
     if model.optimize() != mip.OptimizationStatus.OPTIMAL or not pace.x:
-        raise AllocationFailed("CBC did not solve the fluid relaxation.")
-    return float(slowest / pace.x) * (1 - _SLACK)
+        raise AllocationFailed("The solver did not solve the fluid relaxation.")
+    return float(slowest / pace.x)

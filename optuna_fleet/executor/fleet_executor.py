@@ -223,7 +223,10 @@ class FleetExecutor:
         __tracebackhide__ = True
         _check_call(func, 1, None, (), None)
         once = study_of(params_or_trial, study)
-        self._run(once, func, n_trials=1, is_recorded=False)
+        try:
+            self._run(once, func, n_trials=1, is_recorded=False)
+        finally:
+            del self  # see `_run`
         return value_of(once)
 
     def _run(

@@ -93,7 +93,7 @@ class FleetRunner:
         finally:
             if not driver.has_freed_devices:
                 self.close()
-            del self  # see `FleetExecutor.optimize`
+            del self  # see `FleetExecutor._run`
         if parts.outcomes.failure is not None:
             raise parts.outcomes.failure
 
@@ -116,11 +116,13 @@ class FleetRunner:
 
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is None or not self._runtime.is_ours:
-            options = self._options
+            options, pipeline = self._options, self._options.pipeline
+            if pipeline is not None and (own := options.policy.own_preprocessors) is not None:
+                pipeline = pipeline.unshared(own)
             setups = NodeSetups(
-                pipeline=options.pipeline,
+                pipeline=pipeline,
                 setup=self._setup,
-                preload=preload or options.pipeline is not None,
+                preload=preload or pipeline is not None,
                 stuck_s=options.limits.stuck_s,
                 silence_s=DRIVER_LEASE_S if self._network.has_leases else None,
             )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_choice, check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
-from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
+from optuna_fleet.pipeline.exchange.plan import scheme_of
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.packed import PackedPipeline, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
@@ -74,8 +75,9 @@ class SharedPipeline:
             for shuffled data of which too little can be kept for that: one endless stream, which
             a trial joins at each of its epochs wherever it is. See docs/preprocessing.md.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
-            ("local"), all ("all-shared"), the first ("single-broadcast") or some
-            ("multi-broadcast"); "auto" takes what costs least by the rates measured.
+            ("local"), all ("all-shared"), the first ("single-broadcast"), the first p
+            ("multi-broadcast:p") or half of them ("multi-broadcast"); "auto" takes what costs
+            least by the rates measured.
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
@@ -94,6 +96,7 @@ class SharedPipeline:
     """
 
     _session: Session | None = None
+    _num_alone: int | None = None
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class SharedPipeline:
         batched: bool | Collection[str] = False,
         on_error: OnError = "raise",
         order: Order = "canonical",
-        exchange: Scheme | Literal["auto"] = "auto",
+        exchange: str = "auto",
         shuffled: Collection[str] | None = None,
         sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
         weights: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
@@ -147,7 +150,7 @@ class SharedPipeline:
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_choice("order", order, ("canonical", "rolling"))
-        check_choice("exchange", exchange, ("auto", *SCHEMES))
+        scheme_of(exchange)  # checks it
         self.exchange = exchange
         check_that("split", split, is_a(bool), "be True or False, or None", optional=True)
         self._on_error, self._order, self._split = on_error, order, split
@@ -200,7 +203,15 @@ class SharedPipeline:
             spec=decided,
             wanted=self._wanted,
             num_preprocessors=self.num_preprocessors,
+            num_alone=self._num_alone,
         )
+
+    def unshared(self, num_preprocessors: int) -> SharedPipeline:
+        """Returns the same data, which so many preprocessors make for each trial alone."""
+        alone = copy.copy(self)
+        alone._num_alone, alone.exchange = num_preprocessors, "local"
+        alone._wanted = replace(self._wanted, decoded_bytes=0)
+        return alone
 
     def left_whole(self) -> list[str]:
         """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""

@@ -63,7 +63,7 @@ def _with_executor(original: Any) -> Any:
         try:
             executor.optimize(self, func, **given)
         finally:
-            del executor  # see `FleetExecutor.optimize`
+            del executor  # see `FleetExecutor._run`
 
     return optimize
 

@@ -600,10 +600,10 @@ def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
             join(runtime, name)
         trainer_ready(runtime)
         hear(runtime, PipelineReport(stats=stats, agent=agent(runtime)))
-    assert runtime.last_stats.preprocessed == 6
-    assert runtime.last_stats.resident_bytes == 5
-    assert runtime.last_stats.peak_bytes == 7  # of a node, not of what there was never at once
-    assert len(runtime._reports.last) == 1
+    assert runtime.reports.total.preprocessed == 6
+    assert runtime.reports.total.resident_bytes == 5
+    assert runtime.reports.total.peak_bytes == 7  # of a node, not of what there was never at once
+    assert len(runtime.reports.last) == 1
 
 
 def test_what_is_said_for_a_node_that_was_given_up_is_void(runtime: Runtime) -> None:

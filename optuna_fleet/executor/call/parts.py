@@ -77,7 +77,7 @@ class Parts:
         self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.stop_lines.save)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(
-            ledger.records.pipeline_span, runtime.last_stats, time.time()
+            ledger.records.pipeline_span, runtime.reports.total, time.time()
         )
         self.call_log = CallLog.of(ledger, proposals)
         self.evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)

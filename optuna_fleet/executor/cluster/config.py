@@ -153,6 +153,7 @@ def pipeline_setup(
         is_adaptive=True,
         niceness=NICENESS if cpu_slots else 0,
         finish_on_device=not cpu_slots,
+        num_slots=len(devices),
     )
 
 

@@ -59,6 +59,7 @@ class Runtime:
         profiles: Measured training rates by model structure; they serve later calls too.
         rendezvous: The store where the ranks of a trial find each other.
         faults: Which devices are left out; `exclusion` leaves them out.
+        reports: What the nodes' pipelines had done when last heard of.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Runtime:
         self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
-        self._reports = PipelineReports()
+        self.reports = PipelineReports()
         self.connections = Connections(network.host, network.port)
         self._setups = setups
         if not self._keeps_checkpoints:
@@ -140,8 +141,8 @@ class Runtime:
             case StoreLost():
                 self.rendezvous.lost(message)
             case PipelineReport():
-                self._reports.take(message)
-                self.sharing.reported(self._reports.last)
+                self.reports.take(message)
+                self.sharing.reported(self.reports.last)
             case AgentJoining() if self.nodes.get(message.agent):
                 self.sharing.joined(message.agent)
             case ChunksShared() if self.nodes.get(message.peer.agent):
@@ -163,7 +164,7 @@ class Runtime:
         self.sharing.left(node.agent)
         dead = self.trainers.node_lost(node.agent)
         self.trainers.have_served.difference_update(device.index for device in node.devices)
-        self._reports.node_lost(node.agent)
+        self.reports.node_lost(node.agent)
         yield NodeLost(
             text=(
                 f"Node {node.name} was lost: {cause}"
@@ -357,23 +358,18 @@ class Runtime:
                         self.device_events(heard)
         return True
 
-    @property
-    def last_stats(self) -> PipelineStats:
-        """What the pipelines of all nodes had done, lost ones included, when last heard of."""
-        return self._reports.total
-
     def pipeline_stats(self) -> PipelineStats | None:
         """Ask the pipelines what they have done by now."""
         asked = [node.agent for node in self.nodes]
-        self._reports.ask()
+        self.reports.ask()
         for agent in asked:
             self.agents.tell(agent, ReportPipeline())
 
         def have_answered() -> bool:
-            return self._reports.have_answered(a for a in asked if self.nodes.get(a))
+            return self.reports.have_answered(a for a in asked if self.nodes.get(a))
 
         self._wait_until(have_answered, _REPORT_LIMIT_S)
-        return self.last_stats if self._reports.are_there else None
+        return self.reports.total if self.reports.are_there else None
 
     @property
     def is_ours(self) -> bool:

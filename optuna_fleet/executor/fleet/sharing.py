@@ -6,10 +6,10 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from optuna_fleet.pipeline.exchange.cost import Measured, choose
-from optuna_fleet.pipeline.exchange.plan import MOST_PEERS, Peer, Plan, Scheme
+from optuna_fleet.pipeline.exchange.plan import MOST_PEERS, Peer, Plan, Scheme, scheme_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
@@ -60,18 +60,17 @@ class ChunkSharing:
 
     Args:
         exchange: The scheme; "auto" for the cheapest, once the rates are known. A broadcast that
-            is wanted is that of the first node, or of half of the nodes.
+            is wanted is that of the first node, the first p ("multi-broadcast:p"), or half.
 
     Attributes:
         plan: What agents were told last.
         reason: The scheme and why, in words; "" while nobody shares.
     """
 
-    def __init__(
-        self, exchange: Scheme | Literal["auto"], tell: Callable[[str, Any], None]
-    ) -> None:
-        self._is_auto = exchange == "auto"
-        self._scheme: Scheme = "all-shared" if exchange == "auto" else exchange
+    def __init__(self, exchange: str, tell: Callable[[str, Any], None]) -> None:
+        scheme, self._num_makers = scheme_of(exchange)
+        self._is_auto = scheme == "auto"
+        self._scheme: Scheme = "all-shared" if scheme == "auto" else scheme
         self._makers: frozenset[str] = frozenset()
         self._tell = tell
         self._there: list[str] = []
@@ -122,7 +121,8 @@ class ChunkSharing:
 
     def _publish(self) -> None:
         if self._scheme == "multi-broadcast" and not self._is_auto:
-            self._makers = frozenset(list(self._peers)[: math.ceil(len(self._peers) / 2)])
+            number = self._num_makers or math.ceil(len(self._peers) / 2)
+            self._makers = frozenset(list(self._peers)[:number])
         peers = tuple(self._peers.values())[:MOST_PEERS]
         self.plan = Plan(scheme=self._scheme, peers=peers, makers=self._makers)
         self.reason = self.reason if len(self._peers) < 2 else self.reason or self._scheme

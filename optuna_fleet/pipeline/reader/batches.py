@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,11 @@ class _Reading:
             if first < last:
                 if span not in self._open:
                     continues = self._plan.continues or span != self._spans[-1]
-                    reader = _SpanReader(self._client, self._plan, span, step, continues=continues)
+                    reader = _SpanReader(
+                        *(self._client, self._plan, span, step),
+                        continues=continues,
+                        consumed=self._take_consumed,
+                    )
                     self._open[span] = reader
                 parts += self._open[span].parts(step, first, last)
         return parts
@@ -101,8 +105,11 @@ class _Reading:
 
     def _close(self, spans: list[Span]) -> None:
         for span in spans:
-            self._open.pop(span).close(self.consumed)
-            self.consumed = 0
+            self._open.pop(span).close()
+
+    def _take_consumed(self) -> int:
+        consumed, self.consumed = self.consumed, 0
+        return consumed
 
 
 class _SpanReader:
@@ -113,8 +120,16 @@ class _SpanReader:
     """
 
     def __init__(
-        self, client: PipelineClient, plan: ReadPlan, span: Span, step: int, *, continues: bool
+        self,
+        client: PipelineClient,
+        plan: ReadPlan,
+        span: Span,
+        step: int,
+        *,
+        continues: bool,
+        consumed: Callable[[], int],
     ) -> None:
+        self._consumed = consumed  # since it was last asked
         self._client = client
         self._plan = plan
         self._span = span
@@ -145,10 +160,10 @@ class _SpanReader:
             for chunk in needed
         ]
 
-    def close(self, num_consumed: int) -> None:
+    def close(self) -> None:
         """Ends the pass and reports it."""
         self._opened.close(
-            num_consumed=num_consumed,
+            num_consumed=self._consumed(),
             waited_s=self._client.waited_s - self._waited_s,
             end=-(-self._read_to // self._opened.chunk_size),
         )
@@ -183,7 +198,13 @@ class _SpanReader:
             return
         self._asked.update(missing, ahead)
         self._cursor = cursor
-        self._opened.advance(cursor, needed=missing, ahead=ahead, released=released)
+        self._opened.advance(
+            cursor,
+            needed=missing,
+            ahead=ahead,
+            released=released,
+            num_consumed=self._consumed(),
+        )
 
     def _has_arrived(self, chunk: int) -> bool:
         if chunk in self._asked and not self._opened.has(chunk):

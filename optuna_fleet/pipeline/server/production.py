@@ -88,7 +88,7 @@ class Production:
         self._memory_bytes = self._space.memory.end
         self.store = ChunkStore(
             self._space,
-            window=2 * setup.num_preprocessors + 2,
+            window=2 * (setup.num_alone or setup.num_preprocessors) + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
             rolling=spec.order == "rolling",
         )
@@ -148,7 +148,8 @@ class Production:
         while pool.has_room() and (measuring := self.sizing.order()) is not None:
             pool.give(measuring)
         while pool.has_room() or fetching.has_room():
-            order = self.store.assign(None if self._peers is None else self._accepts)
+            is_any = self._peers is None and not self._setup.num_alone
+            order = self.store.assign(None if is_any else self._accepts)
             if order is None:
                 break
             self._give(order)
@@ -166,11 +167,14 @@ class Production:
 
     def _accepts(self, key: ChunkKey) -> bool:
         """Whether somebody is free to make this chunk, or to fetch it."""
+        most = self._setup.num_alone
+        if key.owner is not None and most and self.store.num_producing(key.owner) >= most:
+            return False
         return (self.pool if self._source(key) is None else self._fetching).has_room()
 
     def _give(self, order: Order) -> None:
         key, address, max_bytes = order
-        size, source = self.store.size(key.name, key.epoch).chunk_size, self._source(key)
+        size, source = self.store.size(*key.of_epoch).chunk_size, self._source(key)
         extents: list[Extent] = []
         if split := source is None and self._decoded.serves(key.name):
             extents = self._decoded.lend(key, key.name, size)
@@ -213,7 +217,7 @@ class Production:
         meter.levels = Levels(
             running=self.pool.num_running,
             busy=self.pool.num_busy,
-            is_blocked=store.has_work,
+            is_blocked=store.has_work and not self._setup.num_alone,
             reading=len(store.passes) + self.sizing.num_measuring,
             stalled=store.num_stalled + self.sizing.num_measuring,
             ready=self._ready[0],
@@ -323,7 +327,7 @@ class Production:
     def _fetched(self, message: ChunkFetched) -> None:
         key, counts = message.key, self.counts
         self._fetching.settle(key)
-        size = self.store.size(key.name, key.epoch).chunk_size
+        size = self.store.size(*key.of_epoch).chunk_size
         num_samples = self._setup.spec.dataset(key.name).num_samples
         counts.num_received += min(size, num_samples - key.chunk * size)
         counts.received_bytes += message.nbytes
@@ -332,7 +336,9 @@ class Production:
 
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
-        size = self.store.size(key.name, key.epoch)
+        if key.owner is not None:
+            return  # each of its passes is
+        size = self.store.size(*key.of_epoch)
         made = self._made.setdefault(
             (key.name, key.epoch, size.chunk_size), bytearray(size.num_chunks)
         )

@@ -28,7 +28,7 @@ from optuna_fleet.pipeline.server.allocator import Space, pages
 from optuna_fleet.pipeline.server.epochs import Epoch, Order, Pass, Size
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 from optuna_fleet.pipeline.server.residents import Residents
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 MAX_DEATHS = 3
 """A chunk over which this many preprocessors died is an error for those who asked for it."""
@@ -62,7 +62,7 @@ class ChunkStore:
         self._fixed = frozenset(fixed)
         self._rolling = rolling
         self._sizes: dict[str, Size] = {}
-        self._epochs: dict[tuple[str, int], Epoch] = {}
+        self._epochs: dict[EpochKey, Epoch] = {}
         self.passes: dict[PassId, Pass] = {}
         self._num_opened = 0
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
@@ -101,20 +101,32 @@ class ChunkStore:
             num_samples=num_samples, chunk_size=chunk_size, chunk_bytes=chunk_bytes
         )
 
-    def size(self, name: str, epoch: int) -> Size:
+    def size(self, name: str, epoch: int, owner: int | None = None) -> Size:
         """Returns how an epoch is cut into chunks; `set_size` must have told."""
-        known = self._epochs.get((name, epoch))
+        known = self._epochs.get(EpochKey(name, epoch, owner))
         return self._sizes[name] if known is None else known.size
 
+    def num_producing(self, owner: int) -> int:
+        """How many chunks are being made for one owner alone."""
+        return sum(len(e.producing) for e in self._epochs.values() if e.owner == owner)
+
     def open_pass(
-        self, pass_id: PassId, name: str, epoch: int, cursor: int, *, continues: bool = False
+        self,
+        pass_id: PassId,
+        name: str,
+        epoch: int,
+        cursor: int,
+        *,
+        continues: bool = False,
+        owner: int | None = None,
     ) -> None:
         """Begins a pass over an epoch whose size is known, from chunk ``cursor``.
 
-        If it ``continues``, its reader will go on with the next epoch.
+        If it ``continues``, its reader will go on with the next epoch. With an ``owner``, it
+        shares what is made with the passes of that owner alone, and nothing of it is kept.
         """
         assert pass_id not in self.passes, pass_id
-        found = self._epoch(name, epoch)
+        found = self._epoch(EpochKey(name, epoch, owner))
         record = Pass(pass_id, self._num_opened, found, cursor, continues)
         self._num_opened += 1
         self.passes[pass_id] = found.passes[pass_id] = record
@@ -186,6 +198,8 @@ class ChunkStore:
         del epoch.passes[pass_id]
         epoch.move(record, None)
         self.residents.update(epoch)
+        if epoch.owner is not None and not epoch.passes:
+            self.residents.drop_idle(epoch)
         self.residents.forget(epoch)
 
     def head(self, name: str) -> tuple[int, int]:
@@ -247,7 +261,7 @@ class ChunkStore:
 
     def produced(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is there; everyone who waited for it gets it."""
-        epoch = self._epochs[key.name, key.epoch]
+        epoch = self._epochs[key.of_epoch]
         epoch.deaths.pop(key.chunk, None)
         self.residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
         if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
@@ -258,7 +272,7 @@ class ChunkStore:
 
     def end_order(self, key: ChunkKey) -> Epoch:
         """A chunk is no longer in production: its place is free, and it may be ordered again."""
-        epoch = self._epochs[key.name, key.epoch]
+        epoch = self._epochs[key.of_epoch]
         order = epoch.producing.pop(key.chunk)
         self._space.free(order.address, order.max_bytes)
         if waiting := epoch.waiting.get(key.chunk):
@@ -286,7 +300,7 @@ class ChunkStore:
 
     def lost(self, key: ChunkKey, error: ChunkError) -> None:
         """The preprocessor died over this chunk: once it is repeated, then it counts as failed."""
-        epoch = self._epochs.get((key.name, key.epoch))
+        epoch = self._epochs.get(key.of_epoch)
         if epoch is None or key.chunk not in epoch.producing:
             return  # it was done, but for the rest of what follows from that
         epoch.deaths[key.chunk] += 1
@@ -302,13 +316,14 @@ class ChunkStore:
         """Bytes of the largest chunk that is expected."""
         return pages(max(size.chunk_bytes for size in self._sizes.values()))
 
-    def _epoch(self, name: str, number: int) -> Epoch:
-        found = self._epochs.get((name, number))
+    def _epoch(self, key: EpochKey) -> Epoch:
+        found = self._epochs.get(key)
         if found is None:
+            name, number, owner = key
             rank = _LATEST - number if self._rolling else number
             rank = -1 if name in self._fixed else rank
-            found = Epoch(name, number, (rank, name, number), self._sizes[name])
-            self._epochs[name, number] = found
+            ranks = rank, name, number, -1 if owner is None else owner
+            found = self._epochs[key] = Epoch(name, number, owner, ranks, self._sizes[name])
         return found
 
     def _queue(self, key: ChunkKey, *, urgent: bool) -> None:
@@ -343,16 +358,16 @@ class ChunkStore:
 
     def order_bytes(self, key: ChunkKey) -> int:
         """Returns the bytes to leave for a chunk."""
-        return pages(self.size(key.name, key.epoch).chunk_bytes)
+        return pages(self.size(*key.of_epoch).chunk_bytes)
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
-        epoch = self._epoch(key.name, key.epoch)
+        epoch = self._epoch(key.of_epoch)
         order = epoch.producing[key.chunk] = Order(key, address, nbytes)
         self._unqueue(key)
         return order
 
     def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
-        epoch = self._epoch(key.name, key.epoch)
+        epoch = self._epoch(key.of_epoch)
         epoch.deaths.pop(key.chunk, None)
         epoch.failed.add(key.chunk)
         self._unqueue(key)
