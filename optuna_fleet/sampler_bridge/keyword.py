@@ -90,13 +90,13 @@ _WRAPPERS = {"optimize": _with_executor, "trials_dataframe": _without_records}
 
 def _missing(trial: BaseTrial, name: str) -> NoReturn:
     """An attribute that Optuna's trials do not have."""
-    problem = f"{type(trial).__name__!r} object has no attribute {name!r}"
     if name.startswith("_") or not hasattr(FleetTrial, name):
+        problem = f"{type(trial).__name__!r} object has no attribute {name!r}"
         raise AttributeError(problem, name=name, obj=trial)
     raise OutsideFleetError(
-        f"{problem}: only a FleetExecutor's trials have. Run a sweep by study.optimize(objective, "
-        "..., executor=FleetExecutor(...)), a single trial by FleetExecutor(...).evaluate("
-        "objective, trial), which takes a dict of parameters too.",
+        f"`trial.{name}` is only there in trials that a FleetExecutor runs: for a sweep call "
+        "study.optimize(objective, ..., executor=FleetExecutor(...)), for a single trial "
+        "FleetExecutor(...).evaluate(objective, trial), or with a dict of parameters."
     )
 
 
