@@ -61,9 +61,9 @@ class Outcomes:
         # Also where nothing was lost: its checkpoint may turn out to be damaged.
         self._ledger.note_restart(number)
         if run.cause:
-            fleet_logger.warning(
-                f"Trial {number}: {run.cause}. It is run again from its last checkpoint."
-            )
+            has_one = number in self._retention.folder.unfinished()
+            where = "last checkpoint." if has_one else "beginning: it had no checkpoint yet."
+            fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from its {where}")
         else:
             self._tally.rescales += 1
 

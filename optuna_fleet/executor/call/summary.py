@@ -19,6 +19,7 @@ class FleetSummary:
         num_nodes: Nodes they are on.
         there_s: Seconds each device was there.
         duration_s: Wall time of the call.
+        startup_s: Seconds of it before its first trial began: processes that start, and import.
         busy_s: Seconds each device had a run.
         waited_s: Seconds of these its run waited for data.
         probing_s: Seconds from the start of each trial's first run to its first request for data;
@@ -50,6 +51,7 @@ class FleetSummary:
     pipeline: PipelineStats | None
     exchange: str = ""
     left_out: dict[str, str] = field(default_factory=dict)
+    startup_s: float = 0.0
 
     @property
     def preprocessed(self) -> int:
@@ -63,7 +65,7 @@ class FleetSummary:
 
     @property
     def sharing_factor(self) -> float:
-        """Samples consumed per sample preprocessed; 0 without a pipeline."""
+        """Samples consumed per sample preprocessed; 0 if none was: earlier calls had made all."""
         return self.consumed / self.preprocessed if self.preprocessed else 0.0
 
     @property
@@ -91,24 +93,29 @@ class FleetSummary:
     def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [there_s - self.busy_s.get(d, 0.0) for d, there_s in self.there_s.items()]
-        devices = _counted(self.num_devices, "device")
+        devices = counted(self.num_devices, "device")
         if self.num_nodes > 1:
             devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
-        rounds = f" in {_counted(len(self.decisions), 'round')}" if self.decisions else ""
+        rounds = f" in {counted(len(self.decisions), 'round')}" if self.decisions else ""
         yield (
-            f"Sweep of {_counted(sum(self.trials.values()), 'trial')} ({ended}) took "
+            f"Sweep of {counted(sum(self.trials.values()), 'trial')} ({ended}) took "
             f"{self.duration_s:.1f} s on {devices}{rounds}"
         )
         yield (
             f"a device was idle for {mean_of(idle):.1f} s and waited for data for "
             f"{mean_of(list(self.waited_s.values())):.1f} s on average"
         )
+        if self.startup_s >= 0.05:
+            yield f"the first trial began after {self.startup_s:.1f} s"
         yield f"probing took {self.probing_share:.1%} of device time"
         if self.rescales:
             yield f"moves to other devices: {self.rescales}, at {self.move_s:.1f} s each"
         if self.pipeline and self.consumed:
-            yield f"sharing factor {self.sharing_factor:.1f}"
-            yield _in_words(self.pipeline.use)
+            if self.preprocessed:
+                yield f"sharing factor {self.sharing_factor:.1f}"
+                yield _in_words(self.pipeline.use)
+            else:
+                yield f"all {self.consumed} samples were there from earlier calls"
             if self.pipeline.num_received:
                 yield (
                     f"{self.pipeline.num_received} of the samples came from other nodes "
@@ -147,7 +154,8 @@ def _trouble(stats: PipelineStats) -> str:
     return ", ".join(f"{what}: {number}" for what, number in counted.items() if number)
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """So many of them, in words."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

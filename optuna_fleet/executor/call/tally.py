@@ -189,6 +189,12 @@ class Tally:
     rescales: int = 0
     moves: Moves = field(default_factory=Moves)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    startup_s: float | None = None
+
+    def launched(self) -> None:
+        """A trial begins."""
+        if self.startup_s is None:
+            self.startup_s = self.age_s
 
     def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
         """A rank was on a device for that long."""
@@ -196,6 +202,11 @@ class Tally:
         self.waited_s[device] += usage.data_wait_s
         self.probing_s += usage.probing_s if probe else 0.0
         self.profiling_s += usage.profiling_s
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self.began
 
     def summary(self, pipeline: PipelineStats | None, exchange: str = "") -> FleetSummary:
         """The summary of everything added, up to now."""
@@ -205,7 +216,7 @@ class Tally:
             num_devices=len(there_s),
             num_nodes=len({span.node for span in self.devices.spans}),
             there_s=there_s,
-            duration_s=time.monotonic() - self.began,
+            duration_s=self.age_s,
             busy_s=dict(self.busy_s),
             waited_s=dict(self.waited_s),
             probing_s=self.probing_s,
@@ -216,6 +227,7 @@ class Tally:
             pipeline=pipeline,
             exchange=exchange,
             left_out=dict(self.left_out),
+            startup_s=self.startup_s or 0.0,
         )
 
 
