@@ -93,6 +93,7 @@ class Outcomes:
             status=plan.status,
             gap=plan.gap,
             solve_time_s=plan.solve_time_s,
+            solver=plan.solver,
         )
         self._tally.decisions.append(decision)
         self._ledger.records.decision(decision)

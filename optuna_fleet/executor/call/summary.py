@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from optuna_fleet.alloc import Plan
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge.records import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """How a plan was made: fields of `optuna_fleet.alloc.Plan`."""
+
+    solver: str
+    status: str
+    gap: float | None
+    solve_time_s: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> Solved:
+        """What is kept of a plan."""
+        return cls(
+            solver=plan.solver, status=plan.status, gap=plan.gap, solve_time_s=plan.solve_time_s
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -26,7 +46,9 @@ class FleetSummary:
             0 for plain objectives.
         profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown
             away.
-        decisions: Every allocation, with its reason, solver status, gap and time.
+        decisions: Every allocation that moved a trial or began a round, with its reason, solver
+            status, gap and time.
+        plans: How every allocation was made, those included that changed nothing.
         rescales: How often a trial was moved to other devices.
         move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
             train. 0 if none was measured.
@@ -46,6 +68,7 @@ class FleetSummary:
     probing_s: float
     profiling_s: float
     decisions: tuple[Decision, ...]
+    plans: tuple[Solved, ...]
     rescales: int
     move_s: float
     pipeline: PipelineStats | None
@@ -125,9 +148,18 @@ class FleetSummary:
             yield trouble
         for name, why in self.left_out.items():
             yield f"{name} was left out: {why}"
-        if self.decisions:
-            solver_s = sum(decision.solve_time_s for decision in self.decisions)
-            yield f"solver {solver_s:.2f} s"
+        if self.plans:
+            yield _how_solved(self.plans)
+
+
+def _how_solved(plans: Sequence[Solved]) -> str:
+    """As "120 plans, 98 % by CBC, 4 ms each"."""
+    solvers = Counter(plan.solver for plan in plans if plan.solver)
+    by = "".join(f", {n / len(plans):.0%} by {name}" for name, n in solvers.items())
+    failed = sum(plan.status.startswith("fallback") for plan in plans)
+    without = f", {failed} by the fallback" if failed else ""
+    median_ms = 1e3 * statistics.median(plan.solve_time_s for plan in plans)
+    return f"{counted(len(plans), 'plan')}{by}{without}, {median_ms:.0f} ms each"
 
 
 def _in_words(use: PipelineUse) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optuna_fleet.events import DeviceGone, DeviceJoined, Event
-from optuna_fleet.executor.call.summary import FleetSummary, mean_of
+from optuna_fleet.executor.call.summary import FleetSummary, Solved, mean_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import Decision, DeviceSpan, PipelineSpan
@@ -186,6 +186,7 @@ class Tally:
     probing_s: float = 0.0
     profiling_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
+    plans: list[Solved] = field(default_factory=list)
     rescales: int = 0
     moves: Moves = field(default_factory=Moves)
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -222,6 +223,7 @@ class Tally:
             probing_s=self.probing_s,
             profiling_s=self.profiling_s,
             decisions=tuple(self.decisions),
+            plans=tuple(self.plans),
             rescales=self.rescales,
             move_s=mean_of(self.moves.seconds),
             pipeline=pipeline,
