@@ -166,25 +166,42 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
         (mixed[number] if kind == SEVERAL else of_kind[kind]).append(m * var)
     for terms in of_trial.values():
         model += mip.xsum(terms) <= 1
-    z: dict[tuple[int, str], Any] = {}
-    for number in mixed:
-        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL)):
-            n = program.room[kind]  # rather the fast ones
-            z[number, kind] = model.add_var(ub=n, obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER)
-    for number, terms in mixed.items():
-        model += mip.xsum(z[number, kind] for kind in program.room) == mip.xsum(terms)
-        candidate = program.problem.by_number[number]
-        own = share_of(program.problem, candidate.devices)
-        staying = (number, SEVERAL, len(candidate.devices))
-        if len(own) > 1 and staying in x:
-            for kind in sorted(own.keys() & program.room.keys()):
-                model += z[number, kind] >= own[kind] * x[staying]
+    z = {
+        key: var
+        for number, terms in mixed.items()
+        for key, var in _add_mixture(model, program, number, terms, x).items()
+    }
     for kind, room in program.room.items():
         taken = [var for (_, k), var in z.items() if k == kind]
         model += mip.xsum([*of_kind[kind], *taken]) <= room
     if program.has_flotillas:
         _add_flotillas(model, program, x, scale)
     return x, z
+
+
+def _add_mixture(
+    model: Any, program: Program, number: int, terms: list[Any], x: Mapping[Key, Any]
+) -> dict[tuple[int, str], Any]:
+    """Devices of each type, two types at least, of a trial that can have several."""
+    import mip
+
+    room = program.room
+    z = {
+        (number, kind): model.add_var(  # rather the fast ones
+            ub=room[kind], obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER
+        )
+        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL))
+    }
+    flies = mip.xsum(var for key, var in x.items() if key[:2] == (number, SEVERAL))
+    model += mip.xsum(z.values()) == mip.xsum(terms)
+    for var in z.values():
+        model += var <= mip.xsum(terms) - flies
+    devices = program.problem.by_number[number].devices
+    own, staying = share_of(program.problem, devices), (number, SEVERAL, len(devices))
+    if len(own) > 1 and staying in x:
+        for kind in sorted(own.keys() & room.keys()):
+            model += z[number, kind] >= own[kind] * x[staying]
+    return z
 
 
 def _add_flotillas(model: Any, program: Program, x: Mapping[Key, Any], scale: float) -> None:

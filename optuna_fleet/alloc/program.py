@@ -146,7 +146,7 @@ def _options(
 ) -> Iterator[Option]:
     most = 0.0
     for m, gain in worth:
-        if most < gain and m <= room:
+        if most < gain and (kind == SEVERAL) < m <= room:
             most = gain
             yield Option(number=candidate.number, kind=kind, devices=m, gain=gain)
 
@@ -174,6 +174,8 @@ def by_slope(program: Program) -> Choice:
         share = dict(choice.get(number, {}))
         left = dict(free)
         if not _take(left, share, program.problem.types_of(number, kind), after - before):
+            continue
+        if kind == SEVERAL and len(share) == 1:
             continue
         if program.serves({**choice, number: share}):
             choice[number], free, grows_on[number] = share, left, (kind, after)
