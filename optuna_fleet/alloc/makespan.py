@@ -26,7 +26,7 @@ _MOST_TO_COME = 4
 """Trials per device; with so many or more to come nobody is to be wide."""
 _KEEPING = 1.0
 """Worth, in devices, of keeping what one has: else trials would swap devices at each event."""
-_SUITING = 2.0
+_SUITING = 1.0
 """Of the device type that suits a trial best: those get the fast ones who gain most by them."""
 _FLYING = 1e4
 """Of not waiting within an epoch: trials would take turns at each event, and none get anywhere."""
