@@ -26,6 +26,8 @@ _MOST_TO_COME = 4
 """Trials per device; with so many or more to come nobody is to be wide."""
 _KEEPING = 1.0
 """Worth, in devices, of keeping what one has: else trials would swap devices at each event."""
+_SUITING = 1.0
+"""Of the device type that suits a trial best: those get the fast ones who gain most by them."""
 _FLYING = 1e4
 """Of not waiting within an epoch: trials would take turns at each event, and none get anywhere."""
 
@@ -55,7 +57,10 @@ def makespan_worth(problem: AllocationProblem, hedge: float) -> Worth:
     def worth(candidate: Candidate, kind: str) -> Iterator[tuple[int, float]]:
         of = shares[candidate.number]
         own = of.get(kind, min(of.values()))
-        return _gains(problem, candidate, kind, min(of.values()), own, left[candidate.number])
+        gains = _gains(problem, candidate, kind, min(of.values()), own, left[candidate.number])
+        if len(kinds) == 1:
+            return gains
+        return ((m, gain + _SUITING * _suits(problem, candidate, kind, m)) for m, gain in gains)
 
     return worth
 
@@ -91,6 +96,13 @@ def _gains(
         devices, fewest = m * least / share, candidate.min_devices * least / share
         gain = devices * (fewest + 2 * least - devices) + flying
         yield m, gain + (_KEEPING if is_kept and rate >= speed_now else 0.0)
+
+
+def _suits(problem: AllocationProblem, candidate: Candidate, kind: str, m: int) -> float:
+    """Its rate on so many devices of a type, as a share of that on those which suit it best."""
+    kinds = [k for k, n in problem.num_by_kind.items() if n >= m]
+    there = candidate.rates_on(kind)[m - 1]
+    return there / max([there, *(candidate.rates_on(k)[m - 1] for k in kinds)])
 
 
 def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Candidate]:

@@ -161,16 +161,17 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
     x = {o.key: model.add_var(var_type=mip.BINARY, obj=scale * o.gain) for o in program.options}
     of_trial: dict[int, list[Any]] = defaultdict(list)
     of_kind: dict[str, list[Any]] = defaultdict(list)
-    mixed: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+    mixed: dict[int, list[Any]] = defaultdict(list)
     for (number, kind, m), var in x.items():
         of_trial[number].append(var)
-        if kind == SEVERAL:
-            mixed[number].append((m, var))
-        else:
-            of_kind[kind].append(m * var)
+        (mixed[number] if kind == SEVERAL else of_kind[kind]).append(m * var)
     for terms in of_trial.values():
         model += mip.xsum(terms) <= 1
-    z = _add_mixtures(model, program, mixed, x)
+    z = {
+        key: var
+        for number, terms in mixed.items()
+        for key, var in _add_mixture(model, program, number, terms, x).items()
+    }
     for kind, room in program.room.items():
         taken = [var for (_, k), var in z.items() if k == kind]
         model += mip.xsum([*of_kind[kind], *taken]) <= room
@@ -179,34 +180,28 @@ def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int
     return x, z
 
 
-def _add_mixtures(
-    model: Any,
-    program: Program,
-    mixed: Mapping[int, list[tuple[int, Any]]],
-    x: Mapping[Key, Any],
+def _add_mixture(
+    model: Any, program: Program, number: int, terms: list[Any], x: Mapping[Key, Any]
 ) -> dict[tuple[int, str], Any]:
-    """How many devices of each type trials get that have several types.
-
-    Returns:
-        z.
-    """
+    """Devices of each type, two types at least, of a trial that can have several."""
     import mip
 
-    z: dict[tuple[int, str], Any] = {}
-    for number, options in mixed.items():
-        total = mip.xsum(m * var for m, var in options)
-        most_of_one = mip.xsum((m - 1) * var for m, var in options)
-        candidate = program.problem.by_number[number]
-        own = share_of(program.problem, candidate.devices)
-        staying = x.get((number, SEVERAL, len(candidate.devices))) if len(own) > 1 else None
-        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL)):
-            n = program.room[kind]  # rather the fast ones
-            var = model.add_var(ub=n, obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER)
-            model += var <= most_of_one
-            if staying is not None and kind in own:
-                model += var >= own[kind] * staying
-            z[number, kind] = var
-        model += mip.xsum(z[number, kind] for kind in program.room) == total
+    room = program.room
+    z = {
+        (number, kind): model.add_var(  # rather the fast ones
+            ub=room[kind], obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER
+        )
+        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL))
+    }
+    flies = mip.xsum(var for key, var in x.items() if key[:2] == (number, SEVERAL))
+    model += mip.xsum(z.values()) == mip.xsum(terms)
+    for var in z.values():
+        model += var <= mip.xsum(terms) - flies
+    devices = program.problem.by_number[number].devices
+    own, staying = share_of(program.problem, devices), (number, SEVERAL, len(devices))
+    if len(own) > 1 and staying in x:
+        for kind in sorted(own.keys() & room.keys()):
+            model += z[number, kind] >= own[kind] * x[staying]
     return z
 
 

@@ -160,7 +160,7 @@ def _options(
 ) -> Iterator[Option]:
     most = 0.0
     for m, gain in worth:
-        if most < gain and m <= room:
+        if most < gain and (kind == SEVERAL) < m <= room:
             most = gain
             yield Option(number=candidate.number, kind=kind, devices=m, gain=gain)
 

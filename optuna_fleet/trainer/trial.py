@@ -168,6 +168,7 @@ class FleetTrial(RemoteTrial):
         min_devices: int | None = None,
         max_devices: int | None = None,
         kind: str | None = None,
+        **named: Any,
     ) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.
 
@@ -184,6 +185,8 @@ class FleetTrial(RemoteTrial):
             kind: What the trial is, in a word: all trials of one kind are checked once, by one
                 of them. None to tell kinds by the choices that were suggested, and by the types
                 of what is prepared.
+            named: More objects, under the names by which `load_best_model` finds them:
+                ``trial.prepare(model, optimizer, ema=ema)``.
 
         Returns:
             The same objects in the same order (one alone as itself); none is wrapped.
@@ -193,7 +196,7 @@ class FleetTrial(RemoteTrial):
                 `min_devices`.
         """
         bounds = {"min_devices": min_devices, "max_devices": max_devices}
-        return self._training.prepare(*objects, **bounds, kind=kind)
+        return self._training.prepare(*objects, **bounds, kind=kind, **named)
 
     def pipeline(
         self,

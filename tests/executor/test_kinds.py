@@ -262,11 +262,14 @@ def test_a_simulated_trial_has_the_rate_of_the_type_it_flies_on() -> None:
 
 
 def test_the_fast_device_goes_to_the_one_it_suits_and_then_to_the_other() -> None:
-    trials = [trial("x", 10.0, 50.0, epochs=9), trial("y", 10.0, 20.0, rescale_up_s=3.0)]
+    trials = [
+        trial("x", 10.0, 50.0, epochs=9, max_epochs=9),
+        trial("y", 10.0, 20.0, epochs=5, max_epochs=5, rescale_up_s=3.0),
+    ]
     outcome = simulated(trials, v=1, a=1)
     # Device a is free after 18 s; after 20 s y has trained two epochs on v and can move. That
-    # costs 3 s, and the rest takes 40 s.
-    assert outcome.end_s == pytest.approx(20.0 + 3.0 + 40.0)
+    # costs 3 s, and the rest takes 15 s.
+    assert outcome.end_s == pytest.approx(20.0 + 3.0 + 15.0)
     assert outcome.trials[1].rescales == 1
     assert outcome.trials[1].rescale_samples == pytest.approx(60.0)
 

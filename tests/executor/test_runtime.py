@@ -50,6 +50,7 @@ from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import (
     AgentOptions,
     NodeSetup,
+    NodeSetups,
     machine,
     pipeline_setup,
 )
@@ -175,7 +176,7 @@ class FakeHub:
 def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
     network = Network(has_leases=has_leases)
-    return Runtime(engine, None, allocator, folder, Limits(), network, preload=False)
+    return Runtime(engine, allocator, folder, Limits(), network, NodeSetups())
 
 
 @pytest.fixture

@@ -22,13 +22,12 @@ from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
-from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S, Node, Nodes
+from optuna_fleet.executor.fleet.nodes import Node, Nodes
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
-from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet
@@ -66,13 +65,11 @@ class Runtime:
     def __init__(
         self,
         engine: Engine,
-        pipeline: SharedPipeline | None,
         allocator: IsolatedAllocator,
         checkpoint_dir: Path | None,
         limits: Limits,
         network: Network,
-        *,
-        preload: bool,
+        setups: NodeSetups,
     ) -> None:
         self.allocator = allocator
         self.profiles: dict[str, RateProfile] = {}
@@ -85,13 +82,9 @@ class Runtime:
         self._owner = os.getpid()
         self.reports = PipelineReports()
         self.connections = Connections(network.host, network.port)
-        self._setups = NodeSetups(
-            pipeline=pipeline,
-            preload=preload,
-            private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
-            stuck_s=limits.stuck_s,
-            silence_s=DRIVER_LEASE_S if network.has_leases else None,
-        )
+        self._setups = setups
+        if not self._keeps_checkpoints:
+            setups.private_folder = str(self._checkpoint_dir)
         self._transfer_server = TransferServer(self._checkpoint_dir, self._setups.data_sets)
         self.connections.on_transfer = self._transfer_server.serve
         try:
@@ -106,7 +99,8 @@ class Runtime:
             raise
         self.trainers = Trainers(self.agents.devices)
         self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
-        self.sharing = ChunkSharing(pipeline.exchange if pipeline else "local", self.agents.tell)
+        exchange = setups.pipeline.exchange if setups.pipeline else "local"
+        self.sharing = ChunkSharing(exchange, self.agents.tell)
 
     @property
     def nodes(self) -> Nodes:
