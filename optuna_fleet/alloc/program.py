@@ -34,6 +34,8 @@ Hull = list[tuple[int, float]]
 Step = tuple[float, int, str, int, int]
 """(-gain per device, trial, type, from, to)."""
 
+_ANY = -1  # a step from whatever it has
+
 TIE = 1e-7
 """By how much of a gain that is preferred of what is worth as much."""
 
@@ -186,7 +188,8 @@ def by_slope(program: Program) -> Choice:
     if len(program.room) > 1:
         kinds = _uncrowded(hulls, program.room)
         tried.append(sorted(steps, key=lambda step: kinds[step[1]] != step[2]))
-    return max((_filled(program, order) for order in tried), key=program.value)
+    last = sorted((-o.gain / o.devices, *o.key[:2], _ANY, o.devices) for o in program.options)
+    return max((_filled(program, (*order, *last)) for order in tried), key=program.value)
 
 
 def _filled(program: Program, steps: Iterable[Step]) -> Choice:
@@ -195,10 +198,12 @@ def _filled(program: Program, steps: Iterable[Step]) -> Choice:
     free = dict(program.room)
     grows_on: dict[int, tuple[str, int]] = {}
     for _, number, kind, before, after in steps:
-        if grows_on.get(number, (kind, 0)) != (kind, before):
+        there, now = grows_on.get(number, (kind, 0))
+        is_next = before in (now, _ANY) and now < after <= now + sum(free.values())
+        if there != kind or not is_next:
             continue
-        before_it = choice.get(number, {})
-        available = {k: n + before_it.get(k, 0) for k, n in free.items()}
+        had = choice.get(number, {})
+        available = {k: n + had.get(k, 0) for k, n in free.items()}
         share = _share(program.problem, available, number, kind, after)
         if share and program.serves({**choice, number: share}):
             choice[number], grows_on[number] = share, (kind, after)

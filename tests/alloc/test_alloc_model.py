@@ -100,6 +100,15 @@ def test_where_each_device_helps_less_than_the_one_before_no_solver_is_needed():
     assert made.value(by_slope(made)) == best_choice(problem, made.gains, 0.0)
 
 
+def test_without_a_solver_no_device_idles_that_helps_a_trial(monkeypatch):
+    monkeypatch.setattr(mip.Model, "optimize", None)
+    for num_devices in range(
+        1, 12
+    ):  # all scale perfectly: no trial is worth one more than another
+        problem = problem_of(*(trial(n) for n in range(3)), nodes=(tuple(range(num_devices)),))
+        assert sum(counts(THROUGHPUT.allocate(problem)).values()) == num_devices
+
+
 def test_devices_of_one_type_are_no_mixture_and_not_worth_what_one_is():
     rates = {"a": (30.0, 60.0), "b": (1.0, 2.0), SEVERAL: (20.0, 40.0)}
     stays = trial(1, rates, devices=(0,), at="a", max_devices=1, movable=False)
