@@ -56,7 +56,7 @@ class ByKind:
         mixtures = _mixtures(problem)
         plans = {SEVERAL: _plan_of(problem, mixtures, self.name)} if mixtures else {}
         rest = _without(problem, plans.get(SEVERAL))
-        kinds = _kinds(rest)
+        kinds = _kinds(rest, problem)
         for kind in rest.num_by_kind:
             part = _part(rest, kind, (t for t, k in kinds.items() if k == kind))
             if part.candidates or part.num_devices:
@@ -68,13 +68,19 @@ class ByKind:
         return replace(_merged(self.name, plans), flotillas=tuple(flotillas))
 
 
-def _kinds(problem: AllocationProblem) -> Kinds:
+def _kinds(problem: AllocationProblem, whole: AllocationProblem) -> Kinds:
     """Types that trials are on, or where devices are free, or have the least to do.
 
-    As nobody knows how long trials train, each has as much to do as any other.
+    As nobody knows how long trials train, each has as much to do as any other. In the `whole`
+    problem they still have the devices that mixtures took.
     """
     kinds: Kinds = {}
     load, free = dict.fromkeys(problem.num_by_kind, 0.0), dict(problem.num_by_kind)
+
+    def home(candidate: Candidate) -> str:
+        was = whole.kind_now(whole.by_number[candidate.number])
+        has_room = problem.num_by_kind.get(was, 0) >= candidate.min_devices
+        return problem.kind_now(candidate) or was * has_room
 
     def gains(candidate: Candidate) -> float:
         return max(_slowness(problem, candidate, kind) for kind in load)
@@ -86,9 +92,9 @@ def _kinds(problem: AllocationProblem) -> Kinds:
         return least > total, least > free[kind], busy / max(total, 1)
 
     # Those who gain most by the right type choose first.
-    order = sorted(problem.by_number.values(), key=lambda c: (not problem.kind_now(c), -gains(c)))
+    order = sorted(problem.by_number.values(), key=lambda c: (not home(c), -gains(c)))
     for candidate in order:
-        kind = problem.kind_now(candidate) or min(load, key=lambda k: after(candidate, k))
+        kind = home(candidate) or min(load, key=lambda k: after(candidate, k))
         load[kind] += _slowness(problem, candidate, kind)
         free[kind] -= candidate.min_devices
         kinds[candidate.number] = kind

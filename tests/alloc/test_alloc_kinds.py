@@ -55,9 +55,15 @@ def test_whoever_flies_stays_on_its_type(problem, allocator):
     assert plan.allocator == allocator.name
     for number, a in plan.assignments.items():
         candidate = problem.by_number[number]
-        room = problem.num_by_kind.get(problem.kind_now(candidate), 0)
-        if (problem.kept_width(candidate) or 0) >= candidate.min_devices <= room:
-            assert problem.kind_now(candidate) in (problem.kind_of(a.devices), SEVERAL)
+        mixed = {d for b in plan.assignments.values() for d in b.devices if is_mixed(problem, b)}
+        home = problem.kind_now(candidate)
+        left = [d for d in problem.devices if problem.kind_of([d]) == home and d not in mixed]
+        if problem.kept_width(candidate) and len(left) >= candidate.min_devices:
+            assert home in (problem.kind_of(a.devices), SEVERAL) or is_mixed(problem, a)
+
+
+def is_mixed(problem, assignment):
+    return problem.kind_of(assignment.devices) == SEVERAL
 
 
 @settings(max_examples=25)
