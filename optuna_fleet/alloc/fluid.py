@@ -31,6 +31,7 @@ _MAX_STEPS = 200
 _TOLERANCE = 1e-13
 _PATIENCE_S = 60.0
 _SPARE = 1e-3  # worth, beside the pace of all, of what trials at their peak leave to the others
+_PACE = 1e4  # worth of the pace: CBC takes what gains less than 1e-6 for nothing
 _SLACK = 1e-5  # relative; what CBC's tolerances let through
 
 
@@ -193,7 +194,7 @@ def _build(
     import mip
 
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
-    pace = model.add_var(ub=1.0, obj=1.0)
+    pace = model.add_var(ub=1.0, obj=_PACE)
     used: dict[str, list[Any]] = defaultdict(list)
     done = []
     for own, best, need in zip(rates, alone, needs, strict=True):
@@ -201,7 +202,7 @@ def _build(
         for kind in num_by_kind:
             heights, widths = _corners(own[kind])
             for rate, m in zip(heights[1:].tolist(), widths[1:].tolist(), strict=True):
-                share = model.add_var(obj=spare * rate / best)
+                share = model.add_var(obj=_PACE * spare * rate / best)
                 shares.append(share)
                 terms.append(rate / best * share)
                 used[kind].append(m * share)
