@@ -24,8 +24,9 @@ Worth = Callable[[Candidate, str], Iterable[tuple[int, float]]]
 TIE = 1e-7
 """By how much of a gain that is preferred of what is worth as much."""
 
-_MANY = 2_000  # options from which on it pays to rule some out beforehand
-_HALVINGS = 40
+_MANY = 100  # options from which on it pays to rule some out beforehand
+_HALVINGS = 30
+_SWEEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +235,11 @@ def _prices(
 
     def demanded(k: int) -> int:
         reduced = gains - sizes * prices[of]
-        order = np.lexsort((-reduced, trial))
-        first = order[np.asarray(starts)]
-        likes = first[(reduced[first] > 0) & (of[first] == k)]
+        best = np.maximum.reduceat(reduced, starts)
+        likes = (reduced >= best[trial]) & (reduced > 0) & (of == k)
         return int(sizes[likes].sum())
 
-    for k, kind in enumerate(room):
+    for k, kind in list(enumerate(room)) * (_SWEEPS if len(room) > 1 else 1):
         low, high = 0.0, float((gains / sizes).max())
         for _ in range(_HALVINGS):
             prices[k] = (low + high) / 2
