@@ -5,12 +5,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_datasets import COUNTS, Counted
-from pipeline_harness import Agent, serving
+from pipeline_harness import Agent, PipelineClient, permutation, serving, shard, vanish
 
-from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.preprocessor.order import permutation
-from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.plan import shard
+from optuna_fleet import SharedPipeline
 
 
 @dataclass
@@ -108,7 +105,7 @@ def test_every_reader_gets_its_epoch_whatever_the_others_do(
                         reader.batches.close()
                     case "die":
                         readers.remove(reader)
-                        reader.client._sock.close()
+                        vanish(reader.client)
                     case _:
                         reader.step(n)
         for reader in readers:  # those left finish their epoch
