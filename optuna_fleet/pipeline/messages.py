@@ -59,14 +59,6 @@ class OpenPass:
     continues: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindHead:
-    """Asks up to where a data set has been read."""
-
-    pass_id: int
-    name: str
-
-
 class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
@@ -84,15 +76,11 @@ class Advance(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosePass:
-    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data.
-
-    The next chunk that it would have read is ``end``; 0 if it has read none.
-    """
+    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data."""
 
     pass_id: int
     num_consumed: int
     waited_s: float
-    end: int = 0
 
 
 # Agent -> trainer
@@ -115,15 +103,6 @@ class PassOpened:
     pass_id: int
     chunk_size: int
     num_ahead: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadFound:
-    """Answers FindHead: the epoch, and the sample in it after the last that any pass came to."""
-
-    pass_id: int
-    epoch: int
-    start: int
 
 
 class ChunkReady(NamedTuple):

@@ -21,7 +21,7 @@ from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
 from optuna_fleet.pipeline.reader.plan import Batches
-from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSpec
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -36,7 +36,7 @@ class SharedPipeline:
     """Data sets that all trials of a sweep read, each sample preprocessed once for all of them.
 
     The content and the order of an epoch depend only on (seed, name, epoch, index): every trial
-    sees the same data, at its own batch size (but see ``order``).
+    sees the same data, at its own batch size.
 
     Args:
         seed: Seed of orders and of augmentation; torch, NumPy and ``random`` are seeded from it
@@ -70,9 +70,6 @@ class SharedPipeline:
             for each index what ``dataset[index]`` gives. Their own transforms are left whole.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
-        order: "canonical" gives every trial the same epochs, each from its beginning; "rolling" is
-            for shuffled data of which too little can be kept for that: one endless stream, which
-            a trial joins at each of its epochs wherever it is. See docs/preprocessing.md.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
             ("local"), all ("all-shared"), the first ("single-broadcast") or some
             ("multi-broadcast"); "auto" takes what costs least by the rates measured.
@@ -106,7 +103,6 @@ class SharedPipeline:
         split: bool | None = None,
         batched: bool | Collection[str] = False,
         on_error: OnError = "raise",
-        order: Order = "canonical",
         exchange: Scheme | Literal["auto"] = "auto",
         shuffled: Collection[str] | None = None,
         sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
@@ -146,11 +142,10 @@ class SharedPipeline:
         self.seed = operator.index(seed)
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
         check_choice("on_error", on_error, ("raise", "skip"))
-        check_choice("order", order, ("canonical", "rolling"))
         check_choice("exchange", exchange, ("auto", *SCHEMES))
         self.exchange = exchange
         check_that("split", split, is_a(bool), "be True or False, or None", optional=True)
-        self._on_error, self._order, self._split = on_error, order, split
+        self._on_error, self._split = on_error, split
         self._wanted = Wanted(
             memory_bytes=_whole("memory_bytes", memory_bytes),
             decoded_bytes=_whole("decoded_bytes", decoded_bytes, least=0),
@@ -231,7 +226,6 @@ class SharedPipeline:
                 for name, length in self._lengths.items()
             ),
             on_error=self._on_error,
-            order=self._order,
         )
 
     def inline(self) -> InlineClient:

@@ -31,9 +31,6 @@ SLOW_CHUNK_S = 30.0
 OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
 
-Order = Literal["canonical", "rolling"]
-"""Which epoch a trial reads: its own, from the beginning; or what the others are reading now."""
-
 
 Path = tuple[Any, ...]
 """Indices and keys that lead to one part of a sample."""
@@ -109,21 +106,11 @@ class PipelineSpec:
         seed: Seed of orders and augmentation.
         datasets: The data sets, in the order they were given.
         on_error: What becomes of a sample that raises.
-        order: What a trial reads as its next epoch of a shuffled data set.
     """
 
     seed: int
     datasets: tuple[DatasetSpec, ...]
     on_error: OnError = "raise"
-    order: Order = "canonical"
-
-    def rolls(self, name: str) -> bool:
-        """Returns whether the epochs of a data set are one stream, which trials join anywhere.
-
-        Raises:
-            FleetConfigError: There is no data set of that name.
-        """
-        return self.dataset(name).shuffled and self.order == "rolling"
 
     def dataset(self, name: str) -> DatasetSpec:
         """Returns the data set called ``name``.

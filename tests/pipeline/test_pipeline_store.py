@@ -294,8 +294,6 @@ def test_an_epoch_keeps_the_size_of_its_chunks():
     assert (store.size("train", 0).chunk_size, store.size("train", 1).chunk_size) == (1, 3)
     epochs = [key.epoch for key in produce_all(store)]
     assert (epochs.count(0), epochs.count(1)) == (NUM_CHUNKS, 2)
-    store.move(("a", 0), 4)
-    assert store.head("train") == (0, 4)
 
 
 def test_failure_is_told_and_only_tried_again_on_request():

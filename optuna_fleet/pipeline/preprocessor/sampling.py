@@ -169,8 +169,6 @@ class Samples:
         """The number of a sample in the order of an epoch, see `samplers`."""
         if not spec.has_order:
             return position
-        # A window of an endless stream has each sample once only if its order repeats.
-        epoch = 0 if self._spec.rolls(spec.name) else epoch
         block = spec.name, epoch, (begin := position - position % _BLOCK)
         if block not in self._blocks:
             with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):

@@ -27,10 +27,6 @@ class InlineClient:
         self._collates = collates
         self._samples = Samples(lambda: source, spec)
 
-    def rolls(self, name: str) -> bool:
-        """Whether passes begin where others are: here there are no others."""
-        return False
-
     def finisher(self, name: str) -> None:
         """Samples are finished."""
 

@@ -44,16 +44,13 @@ class Notices:
         """A chunk was made that had been made before."""
         each_s = self._each_s(name)
         dataset = self._spec.dataset(name)
-        less = ""
-        if dataset.shuffled and not self._spec.rolls(name):
-            less = "; order='rolling' would spare trials in unlike epochs most of it"
         self._once(
             ("repeated", name),
             f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
             f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
             f"{1e3 * each_s:.3g} ms of a core per sample, up to "
             f"{each_s * dataset.num_samples:.3g} s per epoch for each group of trials of a like "
-            f"pace. A larger memory_bytes or a spill_dir would avoid that{less}.",
+            "pace. A larger memory_bytes or a spill_dir would avoid that.",
         )
 
     def decoded_full(self, name: str, share: float) -> None:

@@ -90,7 +90,6 @@ class Production:
             self._space,
             window=2 * setup.num_preprocessors + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
-            rolling=spec.order == "rolling",
         )
         self._indices = {dataset.name: dataset.length for dataset in spec.datasets}
         self._decoded = DecodedStore(self._indices, budgets.decoded_bytes, self._space.decoded)

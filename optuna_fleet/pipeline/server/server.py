@@ -13,8 +13,6 @@ from optuna_fleet.pipeline.messages import (
     Advance,
     ArenaOpened,
     ClosePass,
-    FindHead,
-    HeadFound,
     OpenPass,
     PassId,
     PassOpened,
@@ -158,15 +156,11 @@ class PipelineServer:
                 self._advance((reader_id, message.pass_id), message)
             case OpenPass():
                 self._open((reader_id, message.pass_id), message)
-            case FindHead():
-                epoch, start = self._store.head(message.name)
-                found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=start)
-                self._readers[reader_id].send(found)
             case ClosePass():
                 counts = self._production.counts
                 counts.consumed += message.num_consumed
                 counts.waited_s += message.waited_s
-                self._end_pass((reader_id, message.pass_id), message.end)
+                self._end_pass((reader_id, message.pass_id))
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
         self._work()
@@ -213,7 +207,7 @@ class PipelineServer:
         for chunk in message.ahead:
             self._store.request(pass_id, chunk, urgent=False)
 
-    def _end_pass(self, pass_id: PassId, end: int = 0) -> None:
+    def _end_pass(self, pass_id: PassId) -> None:
         self._unopened.pop(pass_id, None)
         if pass_id in self._store.passes:
-            self._store.close_pass(pass_id, end)
+            self._store.close_pass(pass_id)

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from asyncio import CancelledError
 from functools import partial
 
@@ -263,7 +265,6 @@ def test_without_a_spill_folder_the_cost_is_told_once():
         assert agent.stats().repeated > 0
     assert "do not fit into" in notice
     assert "spill_dir" in notice
-    assert "order='rolling'" in notice
 
 
 def test_image_bytes_of_a_data_set_without_a_transform():
@@ -282,3 +283,41 @@ def test_image_bytes_of_a_data_set_without_a_transform():
         (batch,) = agent.client().read("val", epoch=0, batch_size=4)
     assert batch.data[0].shape == (4, 1, 3, 4)
     assert batch.data[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+_IN_NAMESPACE = """
+import os, sys
+sys.path[:0] = {path!r}
+from pipeline_datasets import Counted
+from pipeline_harness import permutation, serving
+from behaviour.test_pipeline_faults import labels
+from optuna_fleet import SharedPipeline
+
+with serving(SharedPipeline(train=Counted(150)), chunk_bytes=1000) as agent:
+    assert labels(agent.client()) == permutation(0, "train", 0, 150).tolist()
+
+pipeline = SharedPipeline(train=Counted(150), spill_dir={disk!r})
+options = dict(memory_bytes=6000, spill_bytes=1 << 20, chunk_bytes=1000)
+with serving(pipeline, **options) as agent:
+    for epoch in (0, 1, 2, 0):
+        assert labels(agent.client(), epoch=epoch) == permutation(0, "train", epoch, 150).tolist()
+    notices = agent.notices()
+    assert "No space left" in notices[0], notices
+    assert "no longer spilled" in notices[0], notices
+"""
+
+
+def test_full_shared_memory_does_not_matter_and_a_full_disk_ends_spilling_with_a_notice(tmp_path):
+    (tmp_path / "disk").mkdir()
+    mounts = (
+        "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && "
+        f"mount -t tmpfs -o size=8k none {tmp_path / 'disk'}"
+    )
+    code = _IN_NAMESPACE.format(path=sys.path, disk=str(tmp_path / "disk"))
+    (tmp_path / "script.py").write_text(code)
+    command = f"{mounts} && exec {sys.executable} {tmp_path / 'script.py'}"
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    done = subprocess.run([*unshare, command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -160,14 +160,6 @@ def test_evaluation_data_may_be_chosen_too():
     assert [index for index, *_ in first] == [4, 4, 7]
 
 
-def test_a_rolling_stream_is_drawn_once():
-    pipeline = SharedPipeline(train=Augmented(N), weights=WEIGHTS, order="rolling")
-    with serving(pipeline) as agent:
-        client = agent.client()
-        rounds = [indices(client, epoch, origin=0) for epoch in range(2)]
-    assert rounds[0] == rounds[1]
-
-
 def test_the_decoded_store_serves_what_is_drawn_again():
     def augment(sample):
         return sample[0], torch.rand(300)
