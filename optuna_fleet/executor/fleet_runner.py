@@ -33,12 +33,6 @@ from optuna_fleet.wire.unpicklable import explained, variable
 
 _objective_ids = itertools.count()
 
-_LEFT_WHOLE = (
-    "The samples of data set '{name}' are made anew in each epoch. What is not random in its "
-    "transform would be kept with SharedPipeline(..., split=True), if its class only puts what "
-    "the transform gives into the sample. split=False says that it does more."
-)
-
 
 class FleetRunner:
     """A `Runner` whose agents and trainers stay up between calls."""
@@ -122,8 +116,6 @@ class FleetRunner:
                 preload=preload or options.pipeline is not None,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close)
-            for name in options.pipeline.left_whole() if options.pipeline else ():
-                compat.fleet_logger.info(_LEFT_WHOLE.format(name=name))
         return self._runtime
 
     def close(self) -> None:

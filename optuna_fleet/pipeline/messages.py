@@ -158,7 +158,7 @@ class SampleMeasured:
         sample_s: Seconds it takes to make one; 0 if that was not measured.
         header_bytes: Bytes a chunk takes beyond its samples.
         prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
-            the decoded store; None if that is not worth it, or no beginning can be told apart.
+            the decoded store; None if it is not to be used.
         chunk_size: Samples of a chunk, if another node has decided on that.
         is_repeatable: The first sample was the same when it was made again.
     """
@@ -181,7 +181,7 @@ class ProduceChunk:
         chunk_size: Samples of a chunk of this data set.
         address: Where to write it.
         max_bytes: What it may take there.
-        split: Whether the data set is in the decoded store.
+        uses_store: Whether the data set is in the decoded store.
         extents: Pieces of the decoded store that may be filled.
         source: Get it from this node.
     """
@@ -190,7 +190,7 @@ class ProduceChunk:
     chunk_size: int
     address: int
     max_bytes: int
-    split: bool = False
+    uses_store: bool = False
     extents: tuple[Extent, ...] = ()
     source: Peer | None = None
 
@@ -209,7 +209,6 @@ class ChunkProduced:
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
-        mismatch: A sample that did not come out of the decoded store as the data set makes it.
     """
 
     key: ChunkKey
@@ -221,7 +220,6 @@ class ChunkProduced:
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
-    mismatch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

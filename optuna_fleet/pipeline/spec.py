@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
@@ -32,33 +32,12 @@ OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
 
 
-Path = tuple[Any, ...]
-"""Indices and keys that lead to one part of a sample."""
-
-
 class ChunkKey(NamedTuple):
     """Names one chunk: a contiguous range of the canonical order of an epoch of a data set."""
 
     name: str
     epoch: int
     chunk: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Where a data set's transform is taken apart. Decided once: all processes must agree.
-
-    Attributes:
-        begin: The first of its steps that is done anew in each epoch.
-        end: The first of those that are elementwise, up to the last.
-        num_steps: How many there are.
-        place: Where in a sample the transform's result is.
-    """
-
-    begin: int
-    end: int
-    num_steps: int
-    place: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +53,7 @@ class DatasetSpec:
         batched: Its samples are read many at once, with ``__getitems__``.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
-            preprocessors finish the samples. Some chunks come finished all the same, and say so.
-        cut: Where its own transform is taken apart; None to leave it whole.
+            preprocessors finish the samples.
     """
 
     name: str
@@ -86,7 +64,6 @@ class DatasetSpec:
     batched: bool = False
     collate: bytes | None = None
     finish: bytes | None = None
-    cut: Cut | None = None
 
     @property
     def has_order(self) -> bool:

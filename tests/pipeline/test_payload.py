@@ -12,15 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from pipeline_harness import Forked
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.preprocessor.comparing import same
 from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
-from optuna_fleet.pipeline.preprocessor.tables import Table
 
 LENGTH = 100_000
 
@@ -76,40 +72,6 @@ def test_a_path_that_is_another_files_by_now_is_not_opened(tmp_path):
 
 
 # Lists of torchvision's data sets
-
-
-def folder_of(tmp_path, samples):
-    """An ImageFolder of one image that is known under many names."""
-    (tmp_path / "class").mkdir()
-    Image.new("RGB", (2, 2)).save(tmp_path / "class" / "0.png")
-    folder = ImageFolder(tmp_path, v2.ToImage(), loader=lambda path: Image.new("RGB", (2, 2)))
-    folder.samples = folder.imgs = samples
-    folder.targets = [target for _, target in samples]
-    return folder
-
-
-ODD = "\udcff\N{GREEK SMALL LETTER ALPHA} "
-
-
-@pytest.mark.parametrize("kind", [Table, list])
-def test_long_lists_of_file_names_are_shared(tmp_path, kind):
-    samples = [(f"{ODD}{index}" * (index % 3), index - 5) for index in range(1000)]
-    if kind is list:
-        samples[999] = ("a", 1.5)
-    folder = folder_of(tmp_path, samples)
-    there = travelled({"folder": folder, "same": folder, "plain": samples})
-    assert there["same"] is there["folder"]
-    assert type(there["folder"].samples) is kind
-    assert there["folder"].samples is there["folder"].imgs
-    assert type(folder.samples) is type(there["plain"]) is list  # what is the user's is left alone
-    assert list(there["folder"].samples) == samples
-    assert there["folder"].samples[-1] == samples[-1]
-    assert there["folder"].samples[5:9] == samples[5:9]
-    assert list(there["folder"].targets) == folder.targets
-    with pytest.raises(IndexError):
-        there["folder"].samples[1000]
-    assert len(there["folder"]) == 1000
-    assert [target for _, target in (there["folder"][i] for i in range(5))] == [*range(-5, 0)]
 
 
 # Mapped files

@@ -65,7 +65,7 @@ def preprocessor_main(
     torch.set_num_threads(1)
     _keep_freed_memory(budgets.chunk_bytes)
     sock.setblocking(True)
-    samples = Samples(load, spec, decoded, force_decoded=budgets.force_decoded)
+    samples = Samples(load, spec, decoded)
     producer = _Producer(
         sock=sock,
         spec=spec,
@@ -103,7 +103,6 @@ class _Kept(NamedTuple):
     """The first samples of a chunk that is wanted again by the next order."""
 
     key: ChunkKey
-    version: int  # of `Samples`
     samples: list[Any]
 
 
@@ -128,12 +127,11 @@ class _Producer:
         nbytes = guess_sample_bytes(self.chunk_bytes)
         header_bytes, prepared_bytes, sample_s, is_repeatable = 0, None, 0.0, True
         self.samples.begin()
-        version = self.samples.version
         try:
             began = time.perf_counter()
             first = self.samples.sample(key, 0)
             first_s = time.perf_counter() - began
-            self.kept = _Kept(key, version, [first])
+            self.kept = _Kept(key, [first])
             prepared_bytes = self.samples.prepared_bytes(key)
             nbytes, sample_s = self._further(self.kept, by_user)
             if self.spec.dataset(key.name).batched:
@@ -225,7 +223,6 @@ class _Producer:
             num_loaded=self.samples.num_loaded,
             skipped=tuple(self.samples.skipped),
             complaint=self.samples.complaint,
-            mismatch=self.samples.audit.mismatches.get(key.name),
         )
         wire.send(self.sock, done)
 
@@ -244,7 +241,7 @@ class _Producer:
         stop = min(start + order.chunk_size, self.spec.dataset(key.name).num_samples)
         kept, self.kept = self.kept, None
         made: list[Any] = []
-        if kept is not None and (kept.key, kept.version) == (key, samples.version):
+        if kept is not None and kept.key == key:
             made = kept.samples[: order.chunk_size]
         else:
             samples.begin()
@@ -256,22 +253,14 @@ class _Producer:
         self, order: ProduceChunk, room: memoryview, made: list[Any], positions: range
     ) -> int:
         """Returns the chunk's bytes, of which the first samples are there already."""
-        key, samples = order.key, self.samples
-        by_user = self.spec.dataset(key.name).collate is not None
-        while True:
-            version, sample = samples.version, None
-            writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
-            try:
-                for each in made:
-                    writer.add(each)
-                for position in positions[len(made) :]:
-                    sample = samples.sample(key, position, use_store=order.split)
-                    if samples.version != version:
-                        break
-                    writer.add(sample)
-                else:
-                    return writer.finish(is_finished=samples.is_finished(key.name))
-            except OutgrownError:
-                self.kept = _Kept(key, version, writer.samples())
-                raise
-            made = samples.again(key.name, [*writer.samples(), sample])
+        by_user = self.spec.dataset(order.key.name).collate is not None
+        writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
+        try:
+            for each in made:
+                writer.add(each)
+            for position in positions[len(made) :]:
+                writer.add(self.samples.sample(order.key, position, use_store=order.uses_store))
+            return writer.finish()
+        except OutgrownError:
+            self.kept = _Kept(order.key, writer.samples())
+            raise

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.pipeline.chunks.view import Part, cut_alike
+from optuna_fleet.pipeline.chunks.view import Part, cut_batch
 from optuna_fleet.pipeline.reader.plan import ReadPlan
 
 if TYPE_CHECKING:
@@ -25,13 +25,11 @@ class Batch:
             a dummy of one sample, where that was asked for).
         local_size: Samples in this rank's share.
         global_size: Samples in the whole batch, over all ranks.
-        is_finished: There is nothing left to do of the preprocessing.
     """
 
     data: Any
     local_size: int
     global_size: int
-    is_finished: bool = False
 
 
 def read_batches(client: PipelineClient, plan: ReadPlan) -> Iterator[Batch]:
@@ -39,25 +37,17 @@ def read_batches(client: PipelineClient, plan: ReadPlan) -> Iterator[Batch]:
     if plan.first_step >= plan.num_steps:
         return
     collate = client.collate_fn(plan.name)
-    finish = client.finisher(plan.name)
     reading = _Reading(client, plan)
     try:
         for step in range(plan.first_step, plan.num_steps):
             parts = reading.parts(step)
-            data, is_finished = None, True
-            if parts:
-                # The loop's variables outlive the pass: all of the chunk would be copied.
-                is_last = step + 1 == plan.num_steps
-                data, is_finished = cut_alike(parts, collate, finish, copies=is_last)
+            # The loop's variables outlive the pass: all of the chunk would be copied.
+            is_last = step + 1 == plan.num_steps
+            data = cut_batch(parts, collate, copies=is_last) if parts else None
             del parts  # or they would outlive their release, for as long as the user computes
             local_size = plan.local_size(step)
             reading.consumed += local_size
-            yield Batch(
-                data=data,
-                local_size=local_size,
-                global_size=plan.size(step),
-                is_finished=is_finished,
-            )
+            yield Batch(data=data, local_size=local_size, global_size=plan.size(step))
     finally:
         reading.close()
 

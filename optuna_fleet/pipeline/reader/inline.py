@@ -49,7 +49,6 @@ class InlineClient:
             data=cut_batch([(view, 0, len(made))], collate),
             local_size=plan.local_size(step),
             global_size=plan.size(step),
-            is_finished=True,
         )
 
     def _sample(self, plan: ReadPlan, position: int) -> Any:

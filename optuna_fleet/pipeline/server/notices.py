@@ -68,17 +68,6 @@ class Notices:
             "which it is a part, would avoid that.",
         )
 
-    def mismatch(self, name: str, index: int) -> None:
-        """A sample did not come out of the decoded store as the data set makes it."""
-        self._once(
-            ("unseeded", name),  # most often of the same cause: told of in one way or the other
-            f"Sample {index} of data set {name!r}, made again, is not what the decoded store "
-            "gave: it depends on something that the pipeline can't see, as a generator or a "
-            "parameter that is a global variable, which was frozen until now. From now on nothing "
-            "of this data set is taken from there. Seed such a generator in __getitem__, from "
-            "torch.initial_seed(), or give SharedPipeline(..., split=False) to begin with.",
-        )
-
     def unseeded(self, name: str) -> None:
         """A sample came out otherwise when it was made again."""
         self._once(

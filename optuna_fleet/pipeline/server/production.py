@@ -171,7 +171,7 @@ class Production:
         key, address, max_bytes = order
         size, source = self.store.size(key.name, key.epoch).chunk_size, self._source(key)
         extents: list[Extent] = []
-        if split := source is None and self._decoded.serves(key.name):
+        if uses_store := source is None and self._decoded.serves(key.name):
             extents = self._decoded.lend(key, key.name, size)
             self._share_memory()  # it may take more than was foreseen, where samples are unlike
         work = ProduceChunk(
@@ -179,7 +179,7 @@ class Production:
             chunk_size=size,
             address=address,
             max_bytes=max_bytes,
-            split=split,
+            uses_store=uses_store,
             extents=tuple(extents),
             source=source,
         )
@@ -308,9 +308,6 @@ class Production:
             counts.num_skipped += len(message.skipped)
             self.notices.skipped(key.name, message.skipped, message.complaint)
         self._decoded.publish(key, key.name, message.stored)
-        if message.mismatch is not None:
-            self._decoded.stop(key.name)
-            self.notices.mismatch(key.name, message.mismatch)
         is_whole = message.num_loaded + len(message.stored) >= message.num_samples
         if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
             self.notices.decoded_full(key.name, self._decoded.fitting_share(key.name))

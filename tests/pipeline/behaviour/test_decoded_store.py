@@ -9,7 +9,7 @@ from pipeline_datasets import COUNTS
 from pipeline_harness import permutation, serving
 from torchvision.transforms import v2
 
-from optuna_fleet import SharedPipeline
+from optuna_fleet import SharedPipeline, take_apart
 
 
 class Pictures:
@@ -33,6 +33,12 @@ class Pictures:
 CROP = v2.Compose([v2.CenterCrop(18), v2.RandomCrop(16), v2.ToDtype(torch.float32, scale=True)])
 
 
+def cropped(dataset, augment=1, finish=2):
+    """The options that keep what comes before the random crop."""
+    dataset, augment, finish = take_apart(dataset, augment=augment, finish=finish)
+    return {"train": dataset, "augment": augment, "finish": finish}
+
+
 def epochs(client, number=3):
     return [
         torch.cat(
@@ -51,9 +57,8 @@ def same(ours, theirs):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Without a decoded store."""
-    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=0)
-    with serving(pipeline) as agent:
+    """Without stages."""
+    with serving(SharedPipeline(train=Pictures(40, CROP))) as agent:
         read = epochs(agent.client())
         assert agent.stats().num_loaded == 0
         assert agent.notices() == []
@@ -61,61 +66,17 @@ def plain():
 
 
 def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
-    with serving(
-        SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=1 << 20)
-    ) as agent:
+    with serving(SharedPipeline(**cropped(Pictures(40, CROP)), decoded_bytes=1 << 20)) as agent:
         assert same(epochs(agent.client(), 1), plain[:1])
         loaded = COUNTS[:40].copy()
         assert same(epochs(agent.client()), plain)
-        # Splitting is tried on sample 0. Those that told the size were not stored, and those of
+        # Stages are tried on sample 0. Those that told the size were not stored, and those of
         # one chunk not yet when the next epoch was begun beside it.
         assert (COUNTS[1:40] - loaded[1:]).sum() <= 16
         stats = agent.stats()
         assert agent.notices() == []
     assert stats.num_loaded >= 80 - 16
     assert 40 * 3 * 18 * 18 <= stats.decoded_bytes <= 1 << 20
-
-
-class Odd(Pictures):
-    """Sample 0 and most others are plain; the others are changed by `oddity(dataset, index)`."""
-
-    def __init__(self, oddity):
-        super().__init__(40, v2.Compose([v2.CenterCrop(18), v2.RandomHorizontalFlip()]))
-        self.oddity = oddity
-
-    def __getitem__(self, index):
-        if index % 3 == 1:
-            return self.oddity(self, index)
-        return super().__getitem__(index)
-
-
-def noisy_before(dataset, index):
-    image, _ = Pictures(40)[index]
-    return dataset.transform(image + torch.randint(0, 9, (), dtype=torch.uint8)), index
-
-
-def made_of_the_result(dataset, index):
-    image, _ = Pictures.__getitem__(dataset, index)
-    return image + index, index
-
-
-def blank(dataset, index):
-    return torch.zeros(3, 18, 18, dtype=torch.uint8), index
-
-
-@pytest.mark.parametrize("oddity", [noisy_before, made_of_the_result, blank])
-def test_samples_that_can_not_be_taken_apart_are_made_whole(oddity):
-    read = []
-    for options in ({"split": False}, {"split": True, "decoded_bytes": 1 << 20}):
-        with serving(SharedPipeline(train=Odd(oddity), **options)) as agent:
-            batches = [
-                agent.client().read("train", epoch=e, batch_size=7, continues=True)
-                for e in range(3)
-            ]
-            read.append([leaf for epoch in batches for batch in epoch for leaf in batch.data])
-            num_loaded = agent.stats().num_loaded
-    assert same(*read)
-    assert num_loaded > 0
 
 
 def test_a_first_sample_that_is_skipped_does_not_spoil_the_others():
@@ -143,7 +104,7 @@ def first_rows(sample):
 
 
 def test_store_that_is_too_small_keeps_what_it_can(plain):
-    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=20 * 1200)
+    pipeline = SharedPipeline(**cropped(Pictures(40, CROP)), decoded_bytes=20 * 1200)
     with serving(pipeline, memory_bytes=200_000) as agent:
         assert same(epochs(agent.client()), plain)
         stats = agent.stats()
@@ -171,7 +132,7 @@ def test_the_budget_holds_where_the_first_samples_are_small():
     dataset = Unlike(1000, v2.Compose([v2.RandomCrop(10), v2.RandomHorizontalFlip()]))
     dataset.first = permutation(0, "train", 0, 1000)[:2].tolist()  # these tell the sizes
     budget = 3_000_000
-    pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=2_500_000)
+    pipeline = SharedPipeline(**cropped(dataset, 0, None), decoded_bytes=2_500_000)
     with serving(pipeline, memory_bytes=budget, chunk_bytes=10_000) as agent:
         client = agent.client()
         for epoch in range(10):
@@ -216,7 +177,7 @@ def test_finish_is_applied_to_every_sample():
 
 
 def test_killed_preprocessor_leaves_no_half_written_sample(plain):
-    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=1 << 20)
+    pipeline = SharedPipeline(**cropped(Pictures(40, CROP)), decoded_bytes=1 << 20)
     with serving(pipeline, chunk_bytes=1000) as agent:
         client = agent.client()
         read = []

@@ -68,8 +68,6 @@ def test_names_that_tell(name):
         ({"train": [1], "num_preprocessors": 10**30}, "a whole number >= 1 and <= 10000"),
         ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
         ({"train": [1], "seed": "x"}, "`seed` is 'x'"),
-        ({"train": [1], "split": "no"}, "`split` is 'no', but must be True or False"),
-        ({"train": [1], "split": 2}, "`split` is 2, but must be True or False"),
         ({"train": [1], "on_error": ["skip"]}, "`on_error` is .*, but must be 'raise' or 'skip'"),
         ({"train": [1], "spill_dir": 3}, "`spill_dir` is 3, but must be the path of a folder"),
         ({"train": [1], "spill_dir": ""}, "`spill_dir` is '', but must be the path of a folder"),

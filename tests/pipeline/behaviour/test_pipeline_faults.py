@@ -174,9 +174,8 @@ def test_what_is_opened_lazily_is_not_open_where_it_is_pickled(tmp_path):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"] = np.zeros((60, 3))
     dataset = Hdf5(tmp_path / "data.h5")
-    dataset.transform = v2.Compose([v2.ToDtype(torch.float32)])  # which may be split
-    pipeline = SharedPipeline(train=dataset, split=True)
-    pipeline.packed().setup(1, finish_on_device=True)  # looks at a sample
+    pipeline = SharedPipeline(train=dataset, augment=lambda sample: sample)
+    pipeline.packed()  # looks at a sample
     assert pipeline.payload()
 
 
