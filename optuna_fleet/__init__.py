@@ -53,7 +53,6 @@ __all__ = [
     "OutOfMemoryError",
     "PreprocessingError",
     "RandomResizedCrop",
-    "Reencoded",
     "RayCluster",
     "SharedPipeline",
     "SlurmCluster",
@@ -73,12 +72,11 @@ __all__ = [
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.crops import RandomResizedCrop
     from optuna_fleet.pipeline.images import read_image
-    from optuna_fleet.pipeline.reencoded import Reencoded
 else:
 
     def __getattr__(name: str) -> Any:
         """What imports torch, which not every driver needs."""
-        rooms = {"RandomResizedCrop": "crops", "Reencoded": "reencoded", "read_image": "images"}
+        rooms = {"RandomResizedCrop": "crops", "read_image": "images"}
         if name in rooms:
             return getattr(import_module(f"optuna_fleet.pipeline.{rooms[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
