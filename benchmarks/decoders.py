@@ -28,7 +28,7 @@ from sklearn.datasets import load_sample_images
 from torchvision import io as torchvision_io
 from torchvision.transforms import v2
 
-from optuna_fleet import RandomResizedCrop, pipeline, read_image
+from optuna_fleet import RandomResizedCrop, images, read_image
 
 Decode = Callable[[Any], Any]
 
@@ -109,11 +109,11 @@ def decoded_crops() -> dict[str, Decode]:
 
 
 def _without_compiler(crop: RandomResizedCrop, image: torch.Tensor) -> torch.Tensor:
-    compiled, pipeline.crops._resample = pipeline.crops._resample, None
+    compiled, images.crops._resample = images.crops._resample, None
     try:
         return crop(image)
     finally:
-        pipeline.crops._resample = compiled
+        images.crops._resample = compiled
 
 
 def cpu_us(decode: Decode, files: Sequence[Any]) -> float:

@@ -70,15 +70,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.crops import RandomResizedCrop
-    from optuna_fleet.pipeline.images import read_image
+    from optuna_fleet.images.crops import RandomResizedCrop
+    from optuna_fleet.images.decoding import read_image
 else:
 
     def __getattr__(name: str) -> Any:
         """What imports torch, which not every driver needs."""
-        rooms = {"RandomResizedCrop": "crops", "read_image": "images"}
+        rooms = {"RandomResizedCrop": "crops", "read_image": "decoding"}
         if name in rooms:
-            return getattr(import_module(f"optuna_fleet.pipeline.{rooms[name]}"), name)
+            return getattr(import_module(f"optuna_fleet.images.{rooms[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

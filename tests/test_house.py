@@ -56,6 +56,7 @@ def at_import_time(path: Path) -> set[str]:
                 "trainer",
                 "preflight",
                 "pipeline",
+                "images",
                 "checkpoints",
                 "integrations",
                 "virtual_workers.engine",
@@ -113,6 +114,13 @@ def test_virtual_workers_have_one_seam() -> None:
     used = {name for path in others for name in imported(path) if name in MODULES}
     seam = {f"{room}.{name}" for name in ("engine.pipeline", "engine.staging", "engine.whole")}
     assert {name for name in used if name.startswith(room)} <= seam
+
+
+def test_the_pipeline_knows_nothing_of_images() -> None:
+    within = [path for module, path in MODULES.items() if module.startswith("optuna_fleet.pipel")]
+    used = {name for path in within for name in imported(path)}
+    assert within
+    assert {name for name in used if name.startswith("optuna_fleet.images")} == set()
 
 
 def test_no_import_cycles() -> None:

@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_images import encoded, photograph
+from test_decoding import encoded, photograph
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from optuna_fleet import SharedPipeline, take_apart
-from optuna_fleet.pipeline import crops, images
-from optuna_fleet.pipeline.crops import RandomResizedCrop
-from optuna_fleet.pipeline.images import read_image
+from optuna_fleet import RandomResizedCrop, SharedPipeline, read_image, take_apart
+from optuna_fleet.images import crops, decoding
 
 
 @pytest.fixture(params=["simplejpeg", "pillow"])
@@ -23,7 +21,7 @@ def decoder(request, monkeypatch):
     if request.param == "simplejpeg":
         pytest.importorskip("simplejpeg")
     else:
-        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
 
 
 @pytest.fixture(params=["compiled", "torch"])
