@@ -72,7 +72,7 @@ class FleetRunner:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
             used = parts.pipeline_log.finish(stats, time.time()) if stats else None
-            self.summary = parts.tally.summary(used, runtime.sharing.reason)
+            self.summary = parts.tally.summary(used, runtime.sharing.how)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.

@@ -224,11 +224,10 @@ class ChunkProduced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFetched:
-    """A chunk that another node has made lies where it was to be written; it took so long."""
+    """A chunk that another node has made lies where it was to be written."""
 
     key: ChunkKey
     nbytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
@@ -67,7 +67,7 @@ class SharedPipeline:
             traceback; "skip" lets the next sample take its place and counts.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
             ("local"), all ("all-shared"), the first ("single-broadcast") or some
-            ("multi-broadcast"); "auto" takes what costs least by the rates measured.
+            ("multi-broadcast").
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
@@ -97,7 +97,7 @@ class SharedPipeline:
         finish: Stage | Mapping[str, Stage] | None = None,
         batched: bool | Collection[str] = False,
         on_error: OnError = "raise",
-        exchange: Scheme | Literal["auto"] = "auto",
+        exchange: Scheme = "all-shared",
         shuffled: Collection[str] | None = None,
         sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
         weights: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
@@ -136,7 +136,7 @@ class SharedPipeline:
         self.seed = operator.index(seed)
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
         check_choice("on_error", on_error, ("raise", "skip"))
-        check_choice("exchange", exchange, ("auto", *SCHEMES))
+        check_choice("exchange", exchange, SCHEMES)
         self.exchange = exchange
         self._on_error = on_error
         self._wanted = Wanted(

@@ -147,7 +147,6 @@ class Runtime:
                 self.rendezvous.lost(message)
             case PipelineReport():
                 self._reports.take(message)
-                self.sharing.reported(self._reports.last)
             case AgentJoining() if self.nodes.get(message.agent):
                 self.sharing.joined(message.agent)
             case ChunksShared() if self.nodes.get(message.peer.agent):

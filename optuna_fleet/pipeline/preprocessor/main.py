@@ -181,7 +181,6 @@ class _Producer:
         """Gets a chunk from the node that owns it, and says so."""
         assert self.asking is not None
         assert order.source is not None
-        began = time.perf_counter()
         is_finished = self.spec.dataset(order.key.name).finish is None
         question = AskForChunk(order.key, order.chunk_size, is_finished)
         answer, data = self.asking.ask(order.source, question)
@@ -193,9 +192,7 @@ class _Producer:
             room = self.arena.writable(order.address, order.max_bytes)
             room[: data.nbytes] = data
             if self._commit(order, room[: data.nbytes]):
-                seconds = time.perf_counter() - began
-                done = ChunkFetched(key=order.key, nbytes=data.nbytes, seconds=seconds)
-                wire.send(self.sock, done)
+                wire.send(self.sock, ChunkFetched(key=order.key, nbytes=data.nbytes))
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk where it was ordered, and says so."""

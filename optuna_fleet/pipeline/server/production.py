@@ -322,8 +322,6 @@ class Production:
         size = self.store.size(key.name, key.epoch).chunk_size
         num_samples = self._setup.spec.dataset(key.name).num_samples
         counts.num_received += min(size, num_samples - key.chunk * size)
-        counts.received_bytes += message.nbytes
-        counts.link_bytes_per_s = max(counts.link_bytes_per_s, message.nbytes / message.seconds)
         self.store.produced(key, message.nbytes)
 
     def _note_repetition(self, message: ChunkProduced) -> None:
