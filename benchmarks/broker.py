@@ -66,7 +66,6 @@ def answer(order: object) -> object:
         key=order.key,
         nbytes=order.max_bytes,
         num_samples=order.chunk_size,
-        num_made=order.chunk_size,
         busy_s=1e-3,
     )
 

@@ -20,7 +20,7 @@ wait for data, preprocessors have their cores.
 """
 
 STUCK_S = 600.0
-"""A preprocessor that has worked on one chunk for so long is replaced, where there is no executor.
+"""A preprocessor that works on one sample for longer is replaced, where there is no executor.
 
 Those of an executor have half of its ``hang_s``.
 """

@@ -155,7 +155,6 @@ class SampleMeasured:
     Attributes:
         key: The chunk whose first sample was measured.
         sample_bytes: Bytes one sample takes in a chunk.
-        sample_s: Seconds it takes to make one; 0 if that was not measured.
         header_bytes: Bytes a chunk takes beyond its samples.
         prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
             the decoded store; None if it is not to be used.
@@ -166,7 +165,6 @@ class SampleMeasured:
     key: ChunkKey
     sample_bytes: int
     header_bytes: int
-    sample_s: float = 0.0
     prepared_bytes: int | None = None
     chunk_size: int | None = None
     is_repeatable: bool = True
@@ -196,6 +194,11 @@ class ProduceChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AtWork:
+    """A chunk takes long, but a sample of it was made just now: nobody is stuck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProduced:
     """A chunk lies where it was to be written.
 
@@ -203,7 +206,6 @@ class ChunkProduced:
         key: The chunk.
         nbytes: The bytes that it takes.
         num_samples: Its samples.
-        num_made: Those of them that were not at hand.
         busy_s: Seconds it took.
         stored: What was put into the decoded store.
         num_loaded: Samples whose beginning came from the decoded store.
@@ -214,7 +216,6 @@ class ChunkProduced:
     key: ChunkKey
     nbytes: int
     num_samples: int
-    num_made: int
     busy_s: float
     stored: tuple[Stored, ...] = ()
     num_loaded: int = 0

@@ -11,22 +11,16 @@ from optuna_fleet.exceptions import FleetConfigError
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
 
-CHUNK_S = 0.25
-"""A chunk should not take longer than this to make."""
-
 MIN_CHUNK_SAMPLES = 8
 """Below this many samples a chunk is not made smaller just to have more of them."""
 
-MAX_CHUNK_SAMPLES = 4096
-"""No chunk has more: what is told of each sample has to fit into one packet."""
+MAX_CHUNK_SAMPLES = 256
+"""No chunk has more: whoever waits for the first of them waits for all."""
 
 TOGETHER = 32
 """Samples that are read at once where the user asks for that: most of the gain, and little memory.
-A power of two, so that no chunk has a part of them unless they are large or slow.
+A power of two, so that no chunk has a part of them unless they are large.
 """
-
-SLOW_CHUNK_S = 30.0
-"""Unless they take longer than this: who is at one chunk for minutes counts as stuck."""
 
 OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
@@ -111,22 +105,17 @@ def choose_chunk_size(
     num_samples: int,
     sample_bytes: int,
     chunk_bytes: int,
-    sample_s: float = 0.0,
     least: int = MIN_CHUNK_SAMPLES,
 ) -> int:
     """Returns how many samples a chunk of this data set holds.
 
-    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, and
-    for readers not to wait long for the first, at ``sample_s`` seconds per sample. A
-    power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
-    changes what a batch contains. ``least`` is for the number where samples are small and fast.
+    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, though
+    not for less than ``least`` samples each. A power of two where possible: batches of usual sizes
+    then seldom straddle two chunks. It never changes what a batch contains.
     """
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(least, num_samples // MIN_CHUNKS_PER_EPOCH)
-    sample_s = max(sample_s, 1e-6)
-    few = min(least, max(1, int(SLOW_CHUNK_S / sample_s)))
-    by_time = max(few, int(CHUNK_S / sample_s))
-    size = min(by_bytes, by_count, by_time, MAX_CHUNK_SAMPLES)
+    size = min(by_bytes, by_count, MAX_CHUNK_SAMPLES)
     return min(num_samples, 1 << (size.bit_length() - 1))
 
 

@@ -6,7 +6,7 @@ import selectors
 import pytest
 
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.messages import MeasureSample
+from optuna_fleet.pipeline.messages import AtWork, MeasureSample
 from optuna_fleet.pipeline.server.workers import PreprocessorPool
 from optuna_fleet.pipeline.spec import ChunkKey
 
@@ -37,6 +37,13 @@ def test_who_is_done_is_not_killed_because_nobody_has_looked_for_long(
         pool.kill_stuck(10)
         assert (heard, killed) == (["done"], [])
         pool.give(work)
+        for _ in range(3):  # samples are slow, but one after another is made
+            now[0] += 9
+            wire.send(theirs, AtWork())
+            pool.kill_stuck(10)
+            now[0] += 2
+            pool.kill_stuck(10)
+        assert (heard, killed, pool.num_busy) == (["done"], [], 1)
         now[0] += 100
         pool.kill_stuck(10)
         assert killed == [1]

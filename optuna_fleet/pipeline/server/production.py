@@ -303,7 +303,6 @@ class Production:
         counts.num_loaded += message.num_loaded
         self.notices.count(key.name, message.num_samples, message.busy_s)
         self._note_repetition(message)
-        self.sizing.made(message)
         if message.complaint is not None:
             counts.num_skipped += len(message.skipped)
             self.notices.skipped(key.name, message.skipped, message.complaint)

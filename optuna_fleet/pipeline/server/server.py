@@ -91,10 +91,9 @@ class PipelineServer:
         return any(known)
 
     def kill_stuck(self, limit_s: float) -> None:
-        """Ends preprocessors that have worked on one chunk for so many seconds.
+        """Ends preprocessors that have worked on one sample for so many seconds.
 
-        A chunk takes a fraction of a second, unless a sample does; three that got stuck in it make
-        it an error.
+        Three that got stuck in a chunk make it an error.
         """
         for pool in self._production.pools:
             pool.kill_stuck(limit_s)

@@ -38,7 +38,7 @@ _SERVER = "optuna_fleet.pipeline.standalone.main"
 class ServerConfig:
     """All that the server process needs to know to start; the descriptors are inherited.
 
-    A preprocessor that works on one chunk for `stuck_s` seconds is killed.
+    A preprocessor that works on one sample for `stuck_s` seconds is killed.
     """
 
     setup: PipelineSetup
