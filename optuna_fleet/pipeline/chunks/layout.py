@@ -109,6 +109,19 @@ class ChunkWriter:
         return _write_objects(self._room, self._objects or [])
 
 
+def write_rows(room: memoryview, rows: Sequence[torch.Tensor]) -> int | None:
+    """Writes samples that are tuples of a row of each tensor, all at once.
+
+    Returns:
+        The bytes they take; None if they can't be written so.
+
+    Raises:
+        OutgrownError: They do not fit.
+    """
+    dense = _Dense.of(room, len(rows[0]), tuple(each[0] for each in rows))
+    return None if dense is None else dense.write_rows(rows)
+
+
 def write_chunk(
     samples: Sequence[Any], *, collated_by_user: bool
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -193,6 +206,13 @@ class _Dense:
                 self._small[number].append(leaf)
         self._num_added += 1
         return True
+
+    def write_rows(self, rows: Sequence[torch.Tensor]) -> int:
+        """Writes all leaves and the header; returns the bytes of it all."""
+        for offset, each in zip(self._header.offsets, rows, strict=False):
+            written = columns.raw_bytes(each.detach())
+            self._room[offset : offset + written.nbytes] = written.data
+        return _write_header(self._room, self._end, self._header)
 
     def samples(self) -> list[Any]:
         """Returns what was added, in memory of its own."""

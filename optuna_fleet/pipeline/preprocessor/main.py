@@ -18,6 +18,7 @@ from optuna_fleet.pipeline.chunks.layout import (
     OutgrownError,
     sample_bytes,
     write_chunk,
+    write_rows,
 )
 from optuna_fleet.pipeline.exchange.peers import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import Budgets, guess_sample_bytes
@@ -248,6 +249,9 @@ class _Producer:
         self, order: ProduceChunk, room: memoryview, made: list[Any], positions: range
     ) -> int:
         """Returns the chunk's bytes, of which the first samples are there already."""
+        rows = self.samples.rows(order.key, positions)
+        if rows is not None and (nbytes := write_rows(room, rows)) is not None:
+            return nbytes
         by_user = self.spec.dataset(order.key.name).collate is not None
         writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
         try:
