@@ -147,6 +147,24 @@ class SharedPipeline:
         )
         limits.check_sense(self._wanted)
 
+    @classmethod
+    def from_dataloader(cls, **given: Any) -> SharedPipeline:
+        """Returns a pipeline of the data sets of DataLoaders, with their samplers and collating.
+
+        One with ``shuffle=True`` is for training. Batch sizes and ``drop_last`` are for
+        ``trial.batches``; order and augmentation come from ``seed``, not from their generators.
+
+        Args:
+            **given: DataLoaders by name, and options of a `SharedPipeline`.
+
+        Raises:
+            FleetConfigError: Something is neither, or a loader does what can't be shared.
+
+        Example:
+            ``SharedPipeline.from_dataloader(train=train_loader, val=val_loader)``
+        """
+        return cls(**options.of_loaders(given, _options()))
+
     def _checked_samplers(self, sampler: Any, weights: Any) -> dict[str, Any]:
         names, shuffled = self._lengths, self._shuffled
         samplers = options.sampler_by_name("sampler", sampler, names, shuffled)

@@ -93,7 +93,10 @@ def test_names_that_tell(name):
         ({"train": [1], "rate": 3}, "`rate` is no option.*and 3 is none"),
         ({"train": "folder"}, "Data set 'train' is 'folder', but must be"),
         ({"train": {"a": 1}}, "'train' is of type dict"),
-        ({"train": DataLoader([1])}, r"is a DataLoader, .*SharedPipeline\(train=loader.dataset\)"),
+        (
+            {"train": DataLoader([1])},
+            r"is a DataLoader, .*SharedPipeline.from_dataloader\(train=loader\)",
+        ),
         ({"train": [1], "spill_bytes": 9}, "spill_bytes=9, but no spill_dir.*folder"),
         (
             {"train": [1], "memory_bytes": 800, "decoded_bytes": 800},
