@@ -95,8 +95,8 @@ class Production:
         self._decoded = DecodedStore(self._indices, budgets.decoded_bytes, self._space.decoded)
         self._recurring: set[str] = set()
         self.sizing = Sizing(spec, self.store, budgets.chunk_bytes, peers)
-        # By data set, epoch and chunk size, which chunks were made: there may be many.
-        self._made: dict[tuple[str, int, int], bytearray] = {}
+        # By data set and epoch, which chunks were made: there may be many.
+        self._made: dict[tuple[str, int], bytearray] = {}
         self._clock = clock
         self._on_idle = on_idle
         self._close_in_child = close_in_child
@@ -169,7 +169,7 @@ class Production:
 
     def _give(self, order: Order) -> None:
         key, address, max_bytes = order
-        size, source = self.store.size(key.name, key.epoch).chunk_size, self._source(key)
+        size, source = self.store.size(key.name).chunk_size, self._source(key)
         extents: list[Extent] = []
         if uses_store := source is None and self._decoded.serves(key.name):
             extents = self._decoded.lend(key, key.name, size)
@@ -318,17 +318,15 @@ class Production:
     def _fetched(self, message: ChunkFetched) -> None:
         key, counts = message.key, self.counts
         self._fetching.settle(key)
-        size = self.store.size(key.name, key.epoch).chunk_size
+        size = self.store.size(key.name).chunk_size
         num_samples = self._setup.spec.dataset(key.name).num_samples
         counts.num_received += min(size, num_samples - key.chunk * size)
         self.store.produced(key, message.nbytes)
 
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
-        size = self.store.size(key.name, key.epoch)
-        made = self._made.setdefault(
-            (key.name, key.epoch, size.chunk_size), bytearray(size.num_chunks)
-        )
+        num_chunks = self.store.size(key.name).num_chunks
+        made = self._made.setdefault((key.name, key.epoch), bytearray(num_chunks))
         again, made[key.chunk] = made[key.chunk], True
         if again:
             self.counts.repeated += message.num_samples

@@ -182,7 +182,7 @@ class PipelineServer:
             self._unopened[pass_id] = message
             return
         self._unopened.pop(pass_id, None)
-        size = self._store.size(message.name, message.epoch)
+        size = self._store.size(message.name)
         self._store.open_pass(
             pass_id,
             message.name,

@@ -81,21 +81,14 @@ class ChunkStore:
     # Passes
 
     def set_size(self, name: str, *, num_samples: int, chunk_size: int, chunk_bytes: int) -> None:
-        """Tells how epochs of a data set are cut from now on, and the bytes expected of a chunk.
-
-        Epochs of which something is known stay as they are.
-        """
-        known = self._sizes.get(name)
-        if known is not None:
-            chunk_bytes = max(chunk_bytes, known.chunk_bytes * chunk_size // known.chunk_size)
+        """Tells how epochs of a data set are cut, once, and the bytes expected of a chunk."""
         self._sizes[name] = Size(
             num_samples=num_samples, chunk_size=chunk_size, chunk_bytes=chunk_bytes
         )
 
-    def size(self, name: str, epoch: int) -> Size:
-        """Returns how an epoch is cut into chunks; `set_size` must have told."""
-        known = self._epochs.get((name, epoch))
-        return self._sizes[name] if known is None else known.size
+    def size(self, name: str) -> Size:
+        """Returns how a data set is cut into chunks; `set_size` must have told."""
+        return self._sizes[name]
 
     def open_pass(
         self, pass_id: PassId, name: str, epoch: int, cursor: int, *, continues: bool = False
@@ -316,7 +309,7 @@ class ChunkStore:
 
     def order_bytes(self, key: ChunkKey) -> int:
         """Returns the bytes to leave for a chunk."""
-        return pages(self.size(key.name, key.epoch).chunk_bytes)
+        return pages(self.size(key.name).chunk_bytes)
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
         epoch = self._epoch(key.name, key.epoch)
