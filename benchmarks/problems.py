@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+from optuna_fleet.alloc import AllocationProblem, Candidate
 from optuna_fleet.replay.workload import SimulatedTrial
 
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,18 @@ from typing import Any
 from optuna_fleet import __version__
 from optuna_fleet.checkpoints.folder import holder_of
 from optuna_fleet.checkpoints.inventory import entries, prune, table
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.executor.cluster.agent.command import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
-from optuna_fleet.policies import POLICIES
+from optuna_fleet.executor.deciding.trials import PARADIGMS
+from optuna_fleet.policies import Policy
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.fields import LARGEST, MOST
 from optuna_fleet.replay.gantt import save_gantt
 from optuna_fleet.replay.jobs import MIXES, load_jobs
-from optuna_fleet.replay.report import lines
+from optuna_fleet.replay.policy_options import add_policies, policies_given
+from optuna_fleet.replay.report import lines, rows
 from optuna_fleet.replay.scenarios import (
     EnsembleScenario,
     TraceScenario,
@@ -34,7 +36,11 @@ from optuna_fleet.replay.scenarios import (
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
+from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.visualization.live.command import add_top
+
+Simulated = Callable[[Policy], tuple[dict[str, Any], Outcome]]
+"""What became of a policy, and how."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.others = others
     try:
         return options.run(options)  # type: ignore[no-any-return]
-    except (FleetConfigError, ImportError) as error:
+    except (FleetError, ImportError) as error:
         print(f"optuna-fleet: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -58,13 +64,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_and_report(options: argparse.Namespace) -> int:
-    report, outcome = options.scenario(options)
+    policies = policies_given(options)
+    simulated = options.scenario(options)
+    reports: list[dict[str, Any]] = []
+
+    def each() -> Iterator[dict[str, Any]]:
+        for name, policy in policies.items():
+            report, outcome = simulated(policy)
+            reports.append(report)
+            if path := options.gantt:
+                stem = path.stem if len(policies) == 1 else f"{path.stem}-{name}"
+                save_gantt(outcome, path.with_stem(stem), name)
+            yield report
+
+    are_told = str(options.json) != "-"
+    for row in rows(each()):
+        if are_told and len(policies) > 1:
+            print(row, flush=True)
     if options.json:
-        _write(options.json, json.dumps(report, indent=2) + "\n")
-    if options.gantt:
-        save_gantt(outcome, options.gantt, options.policy)
-    if str(options.json) != "-":
-        print("\n".join(lines(report)), flush=True)
+        whole = reports[0] if len(policies) == 1 else {"policies": reports}
+        _write(options.json, json.dumps(whole, indent=2) + "\n")
+    if are_told and len(policies) == 1:
+        print("\n".join(lines(reports[0])), flush=True)
     return 0
 
 
@@ -87,34 +108,55 @@ def _checkpoints(options: argparse.Namespace) -> int:
     return 1 if any(entry.problem for entry in found) else 0
 
 
-def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
-    run = EnsembleScenario(
-        trials=load_ensemble(options.ensemble, options.devices, options.seed),
+def _simulate(options: argparse.Namespace) -> Simulated:
+    trials = load_ensemble(options.ensemble, options.devices, options.seed)
+    alone = EnsembleScenario(
+        trials=_with_costs(trials, options.rescale_s),
         num_devices=options.devices,
         devices_per_node=options.devices_per_node,
-        policy=options.policy,
+        policy="baseline",
         seed=options.seed,
         noise=options.noise,
     )
-    outcome = run.run()
-    baseline = replace(run, policy="baseline").run()
-    return simulation_report(run, outcome, baseline), outcome
+    baseline = alone.run()
+
+    def simulated(policy: Policy) -> tuple[dict[str, Any], Outcome]:
+        run = replace(alone, policy=policy)
+        outcome = run.run()
+        return simulation_report(run, outcome, baseline), outcome
+
+    return simulated
 
 
-def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
-    run = TraceScenario(
-        trace=load_trace(options.trace),
-        trials=load_jobs(options.jobs, options.mix),
-        policy=options.policy,
-        max_trials=options.max_trials,
-        forward_looking_s=options.forward_looking_time,
-        objective=options.objective,
-        events=options.events,
-        published_heuristic=options.published_heuristic,
-        to_the_end=options.to_the_end,
-    )
-    outcome = run.run()
-    return trace_report(run, outcome), outcome
+def _replay(options: argparse.Namespace) -> Simulated:
+    if options.published_heuristic and options.policy != ["equal-split"]:
+        raise FleetConfigError("`--published-heuristic` goes with --policy equal-split alone.")
+    trace = load_trace(options.trace)
+    trials = _with_costs(load_jobs(options.jobs, options.mix), options.rescale_s)
+
+    def simulated(policy: Policy) -> tuple[dict[str, Any], Outcome]:
+        run = TraceScenario(
+            trace=trace,
+            trials=trials,
+            policy=policy,
+            max_trials=options.max_trials,
+            events=options.events,
+            published_heuristic=options.published_heuristic,
+            to_the_end=options.to_the_end,
+        )
+        outcome = run.run()
+        return trace_report(run, outcome), outcome
+
+    return simulated
+
+
+def _with_costs(
+    trials: Sequence[SimulatedTrial], rescale_s: float | None
+) -> tuple[SimulatedTrial, ...]:
+    """The trials, whose moves cost so much, if that is given."""
+    if rescale_s is None:
+        return tuple(trials)
+    return tuple(replace(t, rescale_up_s=rescale_s, rescale_down_s=rescale_s) for t in trials)
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -188,9 +230,7 @@ def _add_simulate(commands: Any) -> None:
     command.add_argument(
         "--devices-per-node", type=_at_least(1), default=4, metavar="N", help="default 4"
     )
-    command.add_argument(
-        "--policy", choices=list(POLICIES), default="elastic", help="default elastic"
-    )
+    add_policies(command, all_are=PARADIGMS)
     command.add_argument(
         "--seed",
         type=_at_least(0, 2**63),
@@ -217,17 +257,8 @@ def _add_replay(commands: Any) -> None:
         "jobs", type=Path, nargs="?", metavar="JOBS.json", help="default BFTrainer's"
     )
     command.add_argument("--mix", choices=list(MIXES), default="hpo")
-    command.add_argument("--policy", choices=["elastic", "equal-split"], default="elastic")
+    add_policies(command, all_are=["elastic"])
     command.add_argument("--max-trials", type=_at_least(1), default=10, help="trials at once")
-    command.add_argument(
-        "--forward-looking-time", type=_number(1e-9), default=120.0, metavar="SECONDS"
-    )
-    command.add_argument(
-        "--objective",
-        choices=["makespan", "throughput", "scaling-efficiency"],
-        default="throughput",
-        help="of elastic; makespan is what policies.Elastic() does by default",
-    )
     command.add_argument(
         "--events",
         choices=["completions", "nodes-only"],

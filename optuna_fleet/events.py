@@ -1,8 +1,7 @@
 """What happened (events, past facts) and what to do about it (instructions, imperatives).
 
 The controller turns the one into the other; driver and replay carry the instructions out. A *run*
-is one stay of a trial on some devices; its id is never used twice, so what an ended run still says
-can be dropped.
+is one stay of a trial on devices. Its id is never used twice: what ended runs say can be dropped.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Model:
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
         movable: It can leave them within an epoch too.
         spans_types: It can have devices of several types at once.
-        traits: The choices that were made for it, and the types of what it trains, by which
-            pre-flight checks know its kind. Empty for one that is not checked.
+        traits: What pre-flight checks know its kind by; empty for one that is not checked.
     """
 
     structure: str
@@ -77,8 +75,7 @@ class Model:
 class TrialProposed:
     """The study gave a trial to run; with its model if that is known without a probe.
 
-    `num_to_come` is how many it may give after this one, `checkpoint` where a dead driver left one
-    of it.
+    `num_to_come` is how many may follow it, `checkpoint` where a dead driver left one of it.
     """
 
     number: int
@@ -231,6 +228,13 @@ class DeviceJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessingMeasured:
+    """What preprocessors can give to all trials together; None if they limit nobody."""
+
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckEnded:
     """A pre-flight check has come to this; to nothing if its node was lost."""
 
@@ -271,6 +275,7 @@ Event: TypeAlias = (
     | DeviceLeaving
     | GrowthExpected
     | DeviceJoined
+    | PreprocessingMeasured
     | CheckEnded
     | CheckAffordable
     | PlanDecided
@@ -279,10 +284,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
-    """Ask the study for one trial.
-
-    The answer is `TrialProposed`, `ProposalDelayed` or `ProposalsExhausted`.
-    """
+    """Ask for a trial; answer `TrialProposed`, `ProposalDelayed` or `ProposalsExhausted`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,10 +327,7 @@ class AnswerEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupt:
-    """The run must yield its devices between two batches, or else at the end of its epoch.
-
-    Its trial is about to get these `devices`, none if that is not known.
-    """
+    """The run must yield, within its epoch if it can; its trial is to get `devices`, if known."""
 
     run_id: int
     devices: tuple[int, ...] = ()

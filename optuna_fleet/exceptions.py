@@ -18,6 +18,10 @@ class FleetConfigError(FleetError, ValueError):
     """An argument or an environment that can't work; raised before any trial starts."""
 
 
+class OutsideFleetError(FleetConfigError, AttributeError):
+    """A trial that no FleetExecutor runs was asked for what only those have that one runs."""
+
+
 class RetryableError(FleetError):
     """The work can be tried again on other devices."""
 

@@ -97,10 +97,25 @@ class Policy:
 @suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Policy):
-    """One device for each trial."""
+    """One device for each trial.
+
+    Args:
+        own_preprocessors: How many each trial has for itself; it then shares nothing of what they
+            make with the others, as in FLEET's baseline. None: all trials share.
+    """
 
     looks_ahead: ClassVar[bool] = False
     paradigm: Paradigm = "local"
+    own_preprocessors: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.own_preprocessors
+        check_number("own_preprocessors", given, least=1, most=1000, whole=True, optional=True)
+
+    def rules(self, **more: Any) -> PolicyRules:
+        """See `Policy`."""
+        return super().rules(own_preprocessors=self.own_preprocessors, **more)
 
     def new_allocator(self, seed: int) -> Allocator:
         """See `Policy`."""

@@ -2,6 +2,7 @@
 
 They are read in the driver when a call of `optimize` begins, and set in trainers before an
 objective is called, those of torch when it is imported. Where it never is it has no settings.
+What else a process needs, `FleetExecutor(setup=...)` does.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import logging
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import cloudpickle
 import numpy as np
+
+from optuna_fleet.exceptions import FleetConfigError, FleetError, shown
+from optuna_fleet.wire.packing import pack
+from optuna_fleet.wire.unpicklable import explained, variable
+from optuna_fleet.workplace import Workplace, workplace_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class Settings:
         filters: The filters of `warnings`, each pickled by itself: some may not be readable.
         log_levels: Levels of loggers by name, where they are set; "root" is the root logger.
         log_disabled: The level that `logging.disable` was given.
+        workplace: Where the script is at work; None for anywhere.
+        setup: A function that each process calls first, pickled; empty for none.
     """
 
     torch: Mapping[str, Any] = field(default_factory=dict)
@@ -42,9 +50,11 @@ class Settings:
     filters: tuple[bytes, ...] = ()
     log_levels: Mapping[str, int] = field(default_factory=dict)
     log_disabled: int = 0
+    workplace: Workplace | None = None
+    setup: bytes = b""
 
 
-def settings_here() -> Settings:
+def settings_here(setup: bytes = b"") -> Settings:
     """The settings of this process; of NumPy's print options those that are plain values."""
     torch: Any = sys.modules.get("torch")
     values = {} if torch is None else _torch_values(torch)
@@ -56,7 +66,24 @@ def settings_here() -> Settings:
         filters=tuple(packed for entry in warnings.filters if (packed := _packed(entry))),
         log_levels=_log_levels(),
         log_disabled=logging.root.manager.disable,
+        workplace=workplace_here(),
+        setup=setup,
     )
+
+
+def packed_setup(setup: Callable[[], object] | None) -> bytes:
+    """The user's function, as `Settings` have it.
+
+    Raises:
+        FleetConfigError: It can't be sent to another process.
+    """
+    if setup is None:
+        return b""
+    try:
+        return pack(setup)
+    except Exception as error:
+        reason = explained([variable("setup", setup, "given to FleetExecutor")], error)
+        raise FleetConfigError(f"`setup` can't be sent to other processes: {reason}") from error
 
 
 class Adoption:
@@ -64,17 +91,46 @@ class Adoption:
 
     Args:
         has_gpu: If not, a default device "cuda" becomes the CPU.
+        variables: Those of the environment that this process has of its own.
     """
 
-    def __init__(self, *, has_gpu: bool) -> None:
+    def __init__(self, *, has_gpu: bool, variables: Collection[str] = ()) -> None:
         self._has_gpu = has_gpu
+        self._variables = variables
+        self._present: Settings | None = None
+        self._is_set_up = False
         self._own_filters = list(warnings.filters)
         self._own_log_levels = self._log_levels = _log_levels()
         self._own_torch: dict[str, Any] | None = None
         self._awaits_torch = False  # filters of its warnings, which can't be read before
 
+    def set_up(self, settings: Settings) -> None:
+        """Go where the script is at work, and do what is to be done first, once.
+
+        Raises:
+            FleetError: That can't be done.
+        """
+        if settings is self._present:
+            return
+        if settings.workplace is not None:
+            settings.workplace.take_on(but=self._variables)
+        try:
+            if settings.setup and not self._is_set_up:
+                pickle.loads(settings.setup)()  # from the driver, on the authenticated channel
+        except Exception as error:
+            raise FleetError(
+                f"`setup` of the FleetExecutor failed in one of its processes: {shown(error)}. "
+                "Each of them calls it once, before all else of yours."
+            ) from error
+        self._present, self._is_set_up = settings, True
+
     def adopt(self, settings: Settings) -> None:
-        """Apply all these settings but those of torch."""
+        """Apply all these settings but those of torch.
+
+        Raises:
+            FleetError: See `set_up`.
+        """
+        self.set_up(settings)
         logging.disable(settings.log_disabled)
         levels = {**dict.fromkeys(self._log_levels, logging.NOTSET), **self._own_log_levels}
         self._log_levels = {**levels, **settings.log_levels}

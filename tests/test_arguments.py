@@ -198,6 +198,8 @@ def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
 WRONG_CALLS = (
     (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
     (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),
+    (lambda trial: trial.prepare(max_device=2), "a `int` as `max_device`, but takes"),
+    (lambda trial: trial.prepare(max_device=2), "; did you mean `max_devices`."),
     (
         lambda trial: trial.prepare(torch.nn.LazyLinear(1)),
         "The tensor 'weight' of LazyLinear is lazy, but must be initialised: run one batch",

@@ -106,6 +106,56 @@ def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: P
         load_best_model(plain)
 
 
+def averages(trial: Any) -> float:
+    model = small_model()
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    twin = small_model()
+    if trial.number == 0:
+        trial.prepare(ema, model)
+    else:
+        trial.prepare(model, twin, ema=ema)
+    for _ in trial.epochs(1):
+        pass
+    with torch.no_grad():
+        for thing, value in ((model, 1.0), (twin, 2.0), (ema, 3.0)):
+            for parameter in thing.parameters():
+                parameter.fill_(value)
+    return float(trial.number)
+
+
+def weights_of(model: Any) -> set[float]:
+    return {value.item() for p in model.parameters() for value in p.flatten()}
+
+
+def test_which_of_several_modules_is_meant_is_said(keeping: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(averages, n_trials=2, executor=keeping)
+
+    def averaged() -> Any:
+        return torch.optim.swa_utils.AveragedModel(small_model())
+
+    # By the names of their types, where they have no others.
+    kind = type(small_model()).__name__
+    assert weights_of(load_best_model(study, small_model(), name=kind)) == {1.0}
+    assert weights_of(load_best_model(study, averaged(), name="AveragedModel")) == {3.0}
+    both = load_best_model(study, [averaged(), small_model()])
+    assert list(map(weights_of, both)) == [{3.0}, {1.0}]
+    with pytest.raises(FleetConfigError, match=r"1 modules, but .* 2: `AveragedModel`, `.*name="):
+        load_best_model(study, small_model())
+    with pytest.raises(FleetConfigError, match="no object of that name: `AveragedModel`, "):
+        load_best_model(study, averaged(), name="ema")
+
+
+def test_a_module_is_loaded_by_the_name_that_it_was_prepared_under(keeping: Any) -> None:
+    study = optuna.create_study(direction="maximize")
+    study.optimize(averages, n_trials=2, executor=keeping)
+    ema = torch.optim.swa_utils.AveragedModel(small_model())
+    assert weights_of(load_best_model(study, ema, name="ema")) == {3.0}
+    assert "n_averaged" in load_best_model(study, name="ema")
+    with pytest.raises(FleetConfigError, match="several objects of that name"):
+        load_best_model(study, small_model(), name=type(small_model()).__name__)
+
+
 def compiles(trial: Any) -> float:
     model = trial.prepare(torch.compile(small_model(), backend="eager"))
     for _ in trial.epochs(2):

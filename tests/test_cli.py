@@ -16,7 +16,8 @@ from optuna_fleet.cli import main
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.wire.invitation import Invitation
 
-COMMON = {"makespan_s", "trials", "rescales", "decisions", "idle_s", "waiting_s", "solver_s"}
+COMMON = {"makespan_s", "trials", "rescales", "rounds", "decisions", "idle_s", "waiting_s"}
+COMMON |= {"solver_s"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -97,7 +98,7 @@ def test_simulate_says_how_the_policy_does(ensemble: str, capsys: Any) -> None:
     assert (report["policy"], report["devices"], report["trials"]) == ("elastic", 2, 6)
     assert report["ratio_to_bound"] == report["makespan_s"] / report["lower_bound_s"] >= 1
     assert report["speedup_over_baseline"] == report["baseline_s"] / report["makespan_s"]
-    assert set(report["solver_s"]) == {"median", "p99", "max"}
+    assert set(report["solver_s"]) == {"median", "p99", "max", "total"}
     busy_s = 2 * (report["makespan_s"] - report["idle_s"])
     assert 0 < busy_s <= 2 * report["makespan_s"]
 
@@ -136,6 +137,67 @@ def test_reports_are_printed_for_people_and_written_for_programs(
     assert picture.read_bytes().startswith(PNG)
 
 
+def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["simulate", ensemble, "--devices", "3", "--json", str(out)]
+    assert main([*arguments, "--policy", "all", "--gantt", str(tmp_path / "out.png")]) == 0
+    titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [row[0] for row in rows] == list(POLICIES)
+    reports = json.loads(out.read_text())["policies"]
+    for row, report in zip(rows, reports, strict=True):
+        shown = dict(zip(titles, row, strict=True))
+        assert shown["policy"] == report["policy"]
+        for title in ("makespan_s", "ratio_to_bound", "speedup_over_baseline", "rounds"):
+            assert float(shown[title]) == pytest.approx(report[title], rel=1e-5)
+        resting_s = report["waiting_s"] + report["idle_s"]
+        assert float(shown["waiting_and_idle_s"]) == pytest.approx(resting_s, rel=1e-5)
+        assert float(shown["solver_s.total"]) == pytest.approx(
+            report["solver_s"]["total"], rel=1e-5
+        )
+        assert (tmp_path / f"out-{report['policy']}.png").read_bytes().startswith(PNG)
+    one = report_of(capsys, "simulate", ensemble, "--devices", "3", "--policy", "greedy")
+    (again,) = (report for report in reports if report["policy"] == "greedy")
+    assert {**one, "solver_s": 0} == {**again, "solver_s": 0}
+
+
+@pytest.fixture
+def unlike(tmp_path: Path) -> str:
+    rates = ({"1": 100.0, "2": 180.0}, {"1": 70.0, "2": 140.0}, {"1": 40.0, "2": 100.0})
+    trials = [{"name": f"n{k % 3}", "rates": rates[k % 3], "epochs": 2 + k} for k in range(8)]
+    path = tmp_path / "unlike.json"
+    path.write_text(json.dumps({"samples_per_epoch": 1000, "rescale_s": 2.0, "trials": trials}))
+    return str(path)
+
+
+def reports_with(capsys: Any, ensemble: str, *options: str) -> list[Any]:
+    """Of fleet-g and elastic, but for wall times."""
+    given = ["--devices", "5", "--policy", "fleet-g", "--policy", "elastic", *options]
+    assert main(["simulate", ensemble, *given, "--json", "-"]) == 0
+    reports = json.loads(capsys.readouterr().out)["policies"]
+    return [{**report, "solver_s": 0} for report in reports]
+
+
+def test_options_are_for_the_policies_that_have_them(unlike: str, capsys: Any) -> None:
+    fleet, elastic = reports_with(capsys, unlike)
+    wide, same = reports_with(capsys, unlike, "--delta", "1000")
+    assert same == elastic
+    assert wide["rounds"] < fleet["rounds"]
+    rounds = [reports_with(capsys, unlike, "--alpha", a)[0]["rounds"] for a in ("0.2", "0.8", "1")]
+    assert rounds == sorted({*rounds})
+    assert rounds[1] == fleet["rounds"]
+    far = ["--objective", "throughput", "--forward-looking-s"]
+    hasty, patient = (reports_with(capsys, unlike, *far, s)[1] for s in ("1", "1000"))
+    assert hasty["rescales"] < patient["rescales"]
+
+
+def test_what_a_move_costs_can_be_given(ensemble: str, capsys: Any) -> None:
+    same, dear = (reports_with(capsys, ensemble, "--rescale-s", s) for s in ("2", "100"))
+    assert same == reports_with(capsys, ensemble)  # as in the file
+    assert all(
+        report["makespan_s"] > now["makespan_s"] for report, now in zip(dear, same, strict=True)
+    )
+
+
 def test_replay_says_how_well_the_nodes_are_used(trace: str, jobs: str, capsys: Any) -> None:
     report = report_of(capsys, "replay", trace, jobs)
     assert report.keys() >= COMMON | {"utilisation", "mean_nodes", "events", "idle_share"}
@@ -153,14 +215,38 @@ def test_replay_says_how_well_the_nodes_are_used(trace: str, jobs: str, capsys: 
         ["--mix", "diverse"],
         ["--policy", "equal-split"],
         ["--policy", "equal-split", "--published-heuristic"],
-        ["--objective", "scaling-efficiency", "--forward-looking-time", "10"],
+        ["--objective", "scaling-efficiency", "--forward-looking-s", "10"],
+        ["--policy", "greedy", "--paradigm", "elastic"],
         ["--events", "nodes-only", "--max-trials", "1"],
     ],
 )
 def test_replay_takes_its_options(options: list[str], trace: str, jobs: str, capsys: Any) -> None:
     report = report_of(capsys, "replay", trace, jobs, *options)
     assert report["utilisation"] > 0
-    assert report["policy"] == ("equal-split" if "equal-split" in options else "elastic")
+    policy = options[options.index("--policy") + 1] if "--policy" in options else "elastic"
+    assert report["policy"] == policy
+
+
+def test_replay_replays_the_default_policy(tmp_path: Path, capsys: Any) -> None:
+    trace = str(tmp_path / "made_up.npz")
+    assert main(["trace", trace, "--nodes", "64", "--hours", "1"]) == 0
+    capsys.readouterr()
+    default = report_of(capsys, "replay", trace)
+    named = report_of(capsys, "replay", trace, "--objective", "makespan")
+    published = report_of(capsys, "replay", trace, "--objective", "throughput")
+    assert {**default, "solver_s": 0} == {**named, "solver_s": 0}
+    assert default["rescale_samples_per_event"] != published["rescale_samples_per_event"]
+
+
+def test_all_that_can_be_replayed_are_compared(trace: str, jobs: str, capsys: Any) -> None:
+    for options, names in (
+        ([], ["equal-split", "elastic"]),
+        (["--paradigm", "elastic"], list(POLICIES)),
+    ):
+        assert main(["replay", trace, jobs, "--policy", "all", *options]) == 0
+        titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+        assert [row[0] for row in rows] == names
+        assert all(float(row[titles.index("utilisation")]) > 0 for row in rows)
 
 
 def test_replay_to_the_end_repeats_the_trace(trace: str, jobs: str, capsys: Any) -> None:
@@ -197,6 +283,12 @@ def test_nodes_that_are_never_idle_are_no_crash(
         (["--devices", "2", "--json", "no/such/folder/x"], "No such file or directory"),
         (["--devices", "2", "--gantt", "no/such/folder/x.png"], "No such file or directory"),
         (["--devices", "2", "--gantt", "picture.nonsense"], "picture.nonsense can't be drawn"),
+        (["--devices", "2", "--delta", "5"], "but not heeded by elastic: it is an option"),
+        (["--devices", "2", "--alpha", "0.5"], "`--alpha` is given, but not heeded by elastic"),
+        (["--devices", "2", "--policy", "mip", "--alpha", "7"], "`alpha` is 7.0, but must be"),
+        (["--devices", "2", "--rescale-s", "inf"], "`--rescale-s` is inf, but must be a number"),
+        (["--devices", "2", "--rescale-s", "nan"], "`--rescale-s` is nan, but must be a number"),
+        (["--devices", "2", "--paradigm", "best"], "`paradigm` is 'best', but must be one of"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -208,10 +300,17 @@ def test_wrong_arguments_are_refused(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--forward-looking-time", "0"], "'0' must be a number >= 1e-09"),
+        (["--forward-looking-s", "0"], "`forward_looking_s` is 0.0, but must be a number > 0."),
+        (["--forward-looking-s", "9"], "it is for elastic with another --objective than makespan"),
+        (["--objective", "most"], "`objective` is 'most', but must be one of"),
+        (["--published-heuristic"], "goes with --policy equal-split alone"),
         (["--max-trials", "0"], "'0' must be a whole number >= 1"),
         (["--mix", "all"], "invalid choice: 'all'"),
-        (["--policy", "mip"], "invalid choice: 'mip'"),
+        (["--policy", "mip"], "`policy` is 'mip', but nodes that come and go need one that"),
+        (
+            ["--policy", "all", "--paradigm", "local"],
+            "`policy` is 'baseline', but nodes that come",
+        ),
     ],
 )
 def test_wrong_options_of_replay_are_refused(

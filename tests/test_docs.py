@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import textwrap
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,17 @@ def test_the_reference_has_all_that_the_package_offers() -> None:
     for name in optuna_fleet.__all__:
         it = getattr(optuna_fleet, name)
         assert it in found or it.__module__ in modules, name
+
+
+def test_the_table_of_former_names_leads_to_options_that_are_there() -> None:
+    table = (ROOT / "docs" / "reference.md").read_text().partition("by their former names")[2]
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", table.partition("## ")[0], re.M)
+    assert len(rows) > 5
+    ours = set(inspect.signature(optuna_fleet.FleetExecutor).parameters)
+    for former, now in rows:
+        assert not set(re.findall(r"(\w+)=", former)) & ours
+        (found,) = re.findall(r"^FleetExecutor\((\w+)=([\w.]+)\((.*)\)\)$", now)
+        assert found[0] in ours
+        kind = attrgetter(found[1])(optuna_fleet)
+        options = set(re.findall(r"(\w+)=", found[2]))
+        assert options <= set(inspect.signature(kind).parameters)

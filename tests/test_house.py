@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 import optuna_fleet
+from optuna_fleet import alloc
 
 ROOT = Path(optuna_fleet.__file__).parent
 MODULES = {
@@ -168,7 +169,7 @@ def test_no_example_of_a_property_has_a_deadline() -> None:
     assert hypothesis.settings().deadline is None
 
 
-PUBLIC = ("policies", "exceptions", "visualization", "integrations")
+PUBLIC = ("policies", "exceptions", "visualization", "integrations", "replay")
 NEUTRAL = ("tests.behaviour", "tests.leftovers", "tests.nursery")
 """What tests of behaviour may import of the others; the pipeline's have harnesses beside them."""
 
@@ -178,7 +179,9 @@ def test_behaviour_is_tested_by_public_names(folder: str) -> None:
     """Only so do these tests survive what is rebuilt; their harness may know internals."""
     paths = set((ROOT.parent / folder).glob("*.py"))
     paths -= {path for path in paths if path.name == "harness.py"}
-    allowed = {"optuna_fleet", *(f"optuna_fleet.{name}" for name in optuna_fleet.__all__)}
+    packages = (optuna_fleet, alloc)
+    allowed = {f"{p.__name__}.{name}" for p in packages for name in p.__all__}
+    allowed |= {package.__name__ for package in packages}
     rooms = tuple(f"optuna_fleet.{room}" for room in PUBLIC)
     assert len(paths) > 5
     for path in paths:

@@ -21,7 +21,9 @@ from optuna_fleet.replay.simulation import Outcome
 TITLE = "FLEET"
 ABOUT = (
     "Jiang et al., MLSys 2020. Simulated, with 100 networks reconstructed from what is published "
-    "(`benchmarks/ensembles.py`); values are means over seeds. Nothing ran on GPUs."
+    "(`benchmarks/ensembles.py`); values are means over seeds. The baseline's mean time for a "
+    "network, and that the longest takes 1.92 times as long as FLEET-G on 160 GPUs, were put into "
+    "them, and rates fitted to FLEET-G's times. Nothing ran on GPUs."
 )
 
 DEVICES = (20, 40, 60, 80, 100, 120, 140, 160)
@@ -33,19 +35,17 @@ CHECKPOINTING = (2.7, 3.8, 4.0, 3.7, 4.3, 4.4, 5.1, 6.3)
 """Table 4, per cent; its seconds are multiples of 34."""
 FLOTILLAS = (44, 34, 29, 24, 23, 20, 20, 22)
 """Table 4's seconds / 34 s; section 6.2 says the 20 of 120 GPUs and the 22 of 160."""
-LENGTHS = {"baseline": (10372.2, 4178.9), "fleet-l": (6213.0, 3580.0)}
+LENGTHS: dict[str, tuple[float | str, float]] = {
+    "baseline": ("10,372 s", 4178.9),
+    "fleet-l": (6213.0, 3580.0),
+}
 """Table 3: mean and standard deviation of a network's time, 80 GPUs."""
-FLOTILLA_LENGTHS = (
-    (2067.9, 54.7),
-    (335.6, 48.4),
-    (2291.9, 26.0),
-    (415.5, 51.9),
-    (1072.2, 364.0),
-    (2322.3, 216.0),
-)
-"""Table 3: of the first flotillas of FLEET-G."""
+DEVIATIONS = (54.7, 48.4, 26.0, 51.9, 364.0, 216.0)
+"""Table 3: of a network's time in the first flotillas of FLEET-G."""
 ALIKE: Span = (0.85, 1.15)
 """What "similarly" is taken to mean."""
+NOTABLE = 1.05
+"""What "notable" is taken to mean."""
 
 _POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l")
 _TABLE3 = 80
@@ -57,8 +57,9 @@ _GLOBAL = (
     "GPUs (seeds 0 and 1). The rest depends on the networks' rates, which aren't published"
 )
 _LOCAL = (
-    "FLEET-L is slower than the baseline. That a flotilla waits for its slowest costs 0.04 x at "
-    "most on 20 to 80 GPUs (seeds 0 and 1): freed devices are shared out by a choice among few"
+    "FLEET-L is slower than the baseline or gains little. That a flotilla waits for its slowest "
+    "costs 0.04 x at most on 20 to 80 GPUs (seeds 0 and 1): freed devices are shared out by a "
+    "choice among few"
 )
 
 
@@ -94,8 +95,8 @@ def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
     yield Table(
         title="Table 3: running lengths, 80 GPUs",
         rows=tuple(_table3(runs)),
-        note="Flotillas are those of the first seed. A round has the trials that it starts or "
-        "moves; others go on.",
+        note="Flotillas are those of the first seed that have more than one network. A round has "
+        "the trials that it starts or moves; others go on.",
     )
     yield Table(title="Table 4: FLEET-G's time and overheads", rows=tuple(_table4(runs)))
 
@@ -156,11 +157,20 @@ def _figure5(runs: Runs) -> Iterator[Row]:
             unit="x",
             why=_GLOBAL,
         )
+    few = [_ratio(runs, m, "baseline", "fleet-g") for m in _sizes(runs) if m < 100]
+    if len(few) == 4:
+        yield Row(
+            place="6.2",
+            what="sizes below 100 GPUs on which FLEET-G gains 13 to 20 %, of 4",
+            paper=3.0,
+            ours=float(sum(1.125 <= gain < 1.205 for gain in few)),
+            why=_GLOBAL,
+        )
     for m in _sizes(runs):
         yield Row(
             place=place,
-            what=f"FLEET-L, {m} GPUs",
-            paper=at_least(1.0),
+            what=f"FLEET-L, {m} GPUs: notable",
+            paper=at_least(NOTABLE),
             ours=_ratio(runs, m, "baseline", "fleet-l"),
             unit="x",
             why=_LOCAL,
@@ -210,7 +220,7 @@ def _table3(runs: Runs) -> Iterator[Row]:
             paper=mean_s,
             ours=_mean(ours, lambda run: statistics.fmean(run.lengths)),
             unit="s",
-            why=_LOCAL if policy == "fleet-l" else _NETWORKS,
+            why=_LOCAL if policy == "fleet-l" else "it was put into the networks",
         )
         yield Row(
             place="Table 3",
@@ -221,31 +231,27 @@ def _table3(runs: Runs) -> Iterator[Row]:
             tolerance=0.2,
             why=_NETWORKS,
         )
+    yield Row(
+        place="Table 3",
+        what="FLEET-G: means of flotillas 0 to 5",
+        paper="2,068; 336; 2,292; 416; 1,072; 2,322 s",
+        why="which networks were in which flotilla isn't published",
+    )
     yield from _flotilla_rows(runs)
 
 
 def _flotilla_rows(runs: Runs) -> Iterator[Row]:
     """Of the first seed: numbers of different sweeps have no mean."""
     alone = statistics.pstdev(runs["baseline", _TABLE3][0].lengths)
-    flotillas = runs["fleet-g", _TABLE3][0].flotillas
-    for k, (mean_s, deviation_s) in enumerate(FLOTILLA_LENGTHS):
-        lengths = flotillas[k]
-        yield Row(
-            place="Table 3",
-            what=f"FLEET-G, flotilla {k}: mean (trials here: {len(lengths)})",
-            paper=mean_s,
-            ours=statistics.fmean(lengths),
-            unit="s",
-            tolerance=0.2,
-            why=_NETWORKS,
-        )
+    flotillas = [f for f in runs["fleet-g", _TABLE3][0].flotillas if len(f) > 1]
+    for k, deviation_s in enumerate(DEVIATIONS):
         yield Row(
             place="Table 3, 6.2",
             what=f"FLEET-G, flotilla {k}: deviation / the baseline's; there {deviation_s:.0f} s",
             paper=at_most(0.1),
-            ours=statistics.pstdev(lengths) / alone if len(lengths) > 1 else None,
+            ours=statistics.pstdev(flotillas[k]) / alone,
             unit="x",
-            why="only one trial began in that round" if len(lengths) == 1 else _NETWORKS,
+            why=_NETWORKS,
         )
 
 
@@ -270,7 +276,8 @@ def _table4(runs: Runs) -> Iterator[Row]:
             paper=flotillas,
             ours=_mean(ours, lambda run: run.num_rounds),
             tolerance=0.25,
-            why="see docs/allocation.md for when a round ends here",
+            why="a round ends as fewer than 80 % of the GPUs are active, as published; how often "
+            "depends on the networks' lengths, which aren't published",
         )
         yield Row(
             place="Table 4",

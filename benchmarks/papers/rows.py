@@ -29,7 +29,7 @@ class Row:
         what: What it is.
         paper: The number; or the range that the paper's words say, which may be open (inf); or
             words, of what can't be measured here.
-        ours: What comes out here; None if it can't be measured here.
+        ours: What comes out here; None or NaN if it can't be measured here.
         unit: Of both.
         tolerance: By which part of a published number ours may be off. Ranges have none.
         why: Why ours is another one, or missing. Printed if so.
@@ -46,7 +46,7 @@ class Row:
     @property
     def verdict(self) -> Verdict:
         """What the two numbers say."""
-        if self.ours is None or isinstance(self.paper, str):
+        if self.ours is None or math.isnan(self.ours) or isinstance(self.paper, str):
             return Verdict.NOT_HERE
         low, high = self.allowed
         return Verdict.REPRODUCED if low <= self.ours <= high else Verdict.DIFFERS

@@ -7,6 +7,7 @@ from optuna_fleet.alloc.isolation import IsolatedAllocator
 from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.mip import MipAllocator
 from optuna_fleet.alloc.problem import (
+    SEVERAL,
     AllocationFailed,
     AllocationProblem,
     Allocator,
@@ -20,6 +21,7 @@ from optuna_fleet.alloc.single import HomogeneousAllocator, SingleDeviceAllocato
 from optuna_fleet.alloc.validation import validate
 
 __all__ = [
+    "SEVERAL",
     "AllocationFailed",
     "AllocationProblem",
     "Allocator",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from optuna_fleet.alloc.placement import place
+from optuna_fleet.alloc.model import Decision
+from optuna_fleet.alloc.placement import place_choice
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Flotilla, Plan
+from optuna_fleet.alloc.shares import Choice, Placement, groups_of
 from optuna_fleet.alloc.streams import (
     Grouping,
     Widths,
@@ -15,6 +17,9 @@ from optuna_fleet.alloc.streams import (
     serves,
     stream_limit,
 )
+
+Place = Callable[[AllocationProblem, Choice], Placement]
+"""Chooses the devices of a choice."""
 
 _NAMED_WAITERS = 3
 
@@ -40,66 +45,20 @@ def staying(problem: AllocationProblem, *, grouping: Grouping = group_widths) ->
     return kept
 
 
-def fill_idle(problem: AllocationProblem, widths: Mapping[int, int]) -> Widths:
-    """Gives devices left over to waiting trials: no device idles while a trial could use it.
-
-    The longest waiting start first, each on as few devices as it can. Devices still left go to
-    trials that don't fly yet, slowest first, while that raises their rate and needs no further
-    flotilla. No trial gets less than in ``widths``, and none that flies now is rescaled. Whatever
-    the preprocessors could not serve is left alone.
-    """
-    filled = dict(widths)
-    by_number = problem.by_number
-    is_served = serves(problem)
-    free = problem.num_devices - sum(filled.values())
-    waiting = [c for c in problem.candidates if c.number not in filled]
-    for c in sorted(waiting, key=lambda c: (-c.waited_rounds, c.number)):
-        if c.min_devices <= free and is_served({**filled, c.number: c.min_devices}):
-            filled[c.number] = c.min_devices
-            free -= c.min_devices
-    most = len(group_widths(problem, filled))
-    starting = {t: m for t, m in filled.items() if not by_number[t].devices}
-
-    def is_admissible(changed: Widths) -> bool:
-        wider = {**filled, **changed}
-        return len(group_widths(problem, wider)) <= most and is_served(wider)
-
-    return filled | grow(by_number, starting, free, is_admissible)
-
-
-def grow(
-    by_number: Mapping[int, Candidate],
-    widths: Mapping[int, int],
-    free: int,
-    admissible: Callable[[Widths], bool],
-) -> Widths:
-    """Spends up to ``free`` more devices, always on the slowest trial that gains from them.
-
-    Args:
-        by_number: Candidates by trial number.
-        widths: Trial number -> devices it has.
-        free: Devices left over.
-        admissible: Says whether the widths after a step may be; a step that may not be is passed
-            over.
-    """
-    grown = dict(widths)
-    while free > 0:
-        for number in sorted(grown, key=lambda t: (by_number[t].rate(grown[t]), t)):
-            wider = next_width(by_number[number], grown[number], free)
-            if wider is not None and admissible({**grown, number: wider}):
-                free -= wider - grown[number]
-                grown[number] = wider
-                break
-        else:
-            break
-    return grown
-
-
-def next_width(candidate: Candidate, m: int, free: int) -> int | None:
-    """Narrowest width above ``m`` that is faster and costs at most ``free`` more devices."""
-    widths = candidate.useful_widths(m + free)
-    wider = widths[bisect_right(widths, m) :]
-    return next((w for w in wider if candidate.rate(w) > candidate.rate(m)), None)
+def plan_of(
+    problem: AllocationProblem, decision: Decision, place: Place, *, allocator: str
+) -> Plan:
+    """The plan of what the model has decided."""
+    settled, groups = groups_of(problem, decision.choice)
+    plan = assemble(
+        settled,
+        groups,
+        placement=place(problem, decision.choice),
+        allocator=allocator,
+        status=decision.status,
+        gap=decision.gap,
+    )
+    return replace(plan, solver=decision.solver)
 
 
 def assemble(
@@ -115,11 +74,12 @@ def assemble(
     groups = [dict(sorted(group.items())) for group in groups]
     by_number = problem.by_number
     widths = {number: m for group in groups for number, m in group.items()}
-    devices = _place(problem, widths) if placement is None else placement
+    if placement is None:
+        placement = place_choice(problem, on_one_type(problem, widths))
     flotillas = tuple(
         Flotilla(
             assignments=tuple(
-                Assignment(number=t, devices=devices[t], rate=by_number[t].rate(m))
+                Assignment(number=t, devices=placement[t], rate=by_number[t].rate(m))
                 for t, m in group.items()
             )
         )
@@ -134,14 +94,10 @@ def assemble(
     )
 
 
-def _place(problem: AllocationProblem, widths: Widths) -> dict[int, tuple[int, ...]]:
-    """Devices of each trial; those that must stay do so even if others claim their devices."""
-    by_number = problem.by_number
-    pinned = {t: by_number[t].devices for t in problem.pinned}
-    taken = {device for devices in pinned.values() for device in devices}
-    nodes = [[device for device in node if device not in taken] for node in problem.nodes]
-    current = {t: c.devices for t, c in by_number.items() if c.devices}
-    return place({t: m for t, m in widths.items() if t not in pinned}, nodes, current) | pinned
+def on_one_type(problem: AllocationProblem, widths: Mapping[int, int]) -> Choice:
+    """These widths, where all devices are of one type."""
+    kind = next(iter(problem.num_by_kind), "")
+    return {number: {kind: m} for number, m in widths.items()}
 
 
 def _reason(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> str:

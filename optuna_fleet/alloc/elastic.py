@@ -1,7 +1,8 @@
-"""The elastic allocator: at every event, what all trials should have, done as far as possible now.
+"""The elastic allocator: at every event, what trials should have of what can be had now.
 
 It unites BFTrainer (section 3: maximise the outcome over the forward-looking time) with the aim of
-a sweep, to be done soon (:mod:`optuna_fleet.alloc.makespan`).
+a sweep, to be done soon (:mod:`optuna_fleet.alloc.makespan`), by one model
+(:mod:`optuna_fleet.alloc.model`).
 
 For each trial j the worth of n devices is its outcome over the time for which a decision is
 expected to last, less what the move there costs (Eq. 13 to 16)::
@@ -9,24 +10,25 @@ expected to last, less what the move there costs (Eq. 13 to 16)::
     v_j(n) = T_fwd * O_j(n) - O_j(C_j) * (R_up if n > C_j, R_down if n < C_j, else 0)
 
 with C_j its devices now and O_j its outcome per second: its throughput, its scaling efficiency,
-or what the user says.
+or what the user says. Devices of another type cost R_up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import ClassVar
 
 import numpy as np
 
-from optuna_fleet.alloc.adjust import Wishes, place_changes, realise
-from optuna_fleet.alloc.assembly import assemble, fill_idle
-from optuna_fleet.alloc.counts import CountProblem, Counts, solve_exactly
+from optuna_fleet.alloc.adjust import place_changes
+from optuna_fleet.alloc.assembly import assemble, plan_of
 from optuna_fleet.alloc.fluid import FloatArray
-from optuna_fleet.alloc.makespan import makespan_wishes
+from optuna_fleet.alloc.makespan import makespan_worth
+from optuna_fleet.alloc.model import decide
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
-from optuna_fleet.alloc.streams import group_widths
+from optuna_fleet.alloc.program import Worth
 from optuna_fleet.arguments import check_number, check_that
 
 Objective = Callable[[Candidate, int], float]
@@ -43,17 +45,18 @@ class ElasticAllocator:
     Attributes:
         objective: "makespan", to be done soon; "throughput" or "scaling-efficiency", to get most
             done over the forward-looking time; or a function (candidate, devices) -> outcome per
-            second, for the same.
+            second, for the same; the candidate's rates are those of the devices' type.
         forward_looking_s: Seconds for which a decision is expected to last: a move must gain
             within them more than it costs. Not for "makespan".
         hedge: For "makespan", how much earlier trials with long epochs aim to finish; see
-            :func:`optuna_fleet.alloc.makespan.makespan_wishes`.
+            :func:`optuna_fleet.alloc.makespan.makespan_worth`.
     """
 
     objective: str | Objective = "makespan"
     forward_looking_s: float = 120.0
     hedge: float = 0.3
     name: str = field(default="elastic", init=False)
+    knows_types: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         known = ("makespan", *OBJECTIVES)
@@ -69,85 +72,62 @@ class ElasticAllocator:
         """Solves ``problem``; see :class:`Allocator`."""
         if not problem.candidates or not problem.num_devices:
             return assemble(problem, [], allocator=self.name, status="trivial")
+        decision = decide(problem, self._worth(problem))
+        return plan_of(problem, decision, place_changes, allocator=self.name)
+
+    def _worth(self, problem: AllocationProblem) -> Worth:
         if self.objective == "makespan":
-            widths = realise(problem, makespan_wishes(problem, self.hedge))
-            widths = fill_idle(problem, widths)  # kept for who grows later, they would be idle
-            status, gap = "heuristic", None
-        else:
-            wishes, counts = self._worth_most(problem, self.objective)
-            widths = realise(problem, wishes)
-            status, gap = counts.status, counts.gap
-        return assemble(
-            problem,
-            group_widths(problem, widths),
-            placement=place_changes(problem, widths),
-            allocator=self.name,
-            status=status,
-            gap=gap,
-        )
-
-    def _worth_most(
-        self, problem: AllocationProblem, objective: str | Objective
-    ) -> tuple[Wishes, Counts]:
-        candidates, counting = count_problem(problem, objective, self.forward_looking_s)
-        counts = solve_exactly(counting)
-        widths = {c.number: n for c, (_, n) in zip(candidates, counts.widths, strict=True) if n}
-        values = {c.number: v[0] for c, v in zip(candidates, counting.values, strict=True)}
-
-        def pays(candidate: Candidate, now: int, m: int) -> bool:
-            return bool(values[candidate.number][m] > values[candidate.number][now])
-
-        return Wishes(widths=widths, pays=pays), counts
+            return makespan_worth(problem, self.hedge)
+        return partial(_gains, problem, self.objective, self.forward_looking_s)
 
 
-def count_problem(
-    problem: AllocationProblem, objective: str | Objective, forward_looking_s: float
-) -> tuple[list[Candidate], CountProblem]:
-    """The count problem of an allocation problem, as if every candidate could move.
-
-    Returns:
-        The candidates, in the order of their numbers, and their count problem.
-    """
-    candidates = list(problem.by_number.values())
-    limit = problem.num_devices
-    values = tuple(
-        _values(
-            c,
-            min(problem.kept_width(c) or 0, c.widest),
-            forward_looking_s,
-            _outcomes(c, objective, limit),
-        ).reshape(1, -1)
-        for c in candidates
+def _gains(
+    problem: AllocationProblem,
+    objective: str | Objective,
+    forward_looking_s: float,
+    candidate: Candidate,
+    kind: str,
+) -> Iterable[tuple[int, float]]:
+    """Gains over waiting by Eq. 16, of the widths that can be had of one type."""
+    home = problem.kind_now(candidate)
+    now = min(problem.kept_width(candidate) or 0, candidate.widest)
+    outcomes = _outcomes(problem, candidate, kind, objective)
+    lost = _outcomes(problem, candidate, home, objective)[now] if now else 0.0
+    values = forward_looking_s * outcomes
+    if home == kind:
+        values[:now] -= lost * candidate.rescale_down_s
+        values[now + 1 :] -= lost * candidate.rescale_up_s
+    else:
+        values[0] -= lost * candidate.rescale_down_s
+        values[1:] -= lost * candidate.rescale_up_s
+    gains = values - values[0]
+    return zip(
+        range(candidate.min_devices, len(gains)),
+        gains[candidate.min_devices :].tolist(),
+        strict=True,
     )
-    return candidates, CountProblem(values=values, capacities=(limit,))
 
 
-def _outcomes(candidate: Candidate, objective: str | Objective, limit: int) -> FloatArray:
-    """Outcome per second on 0, 1, ... devices."""
-    widest = min(candidate.widest, limit)
-    if callable(objective):
-        outcomes = np.array([0.0, *(objective(candidate, m) for m in range(1, widest + 1))])
-        if not np.isfinite(outcomes).all():
-            raise ValueError(
-                f"`objective` gives {outcomes[1:].tolist()} for trial {candidate.number} on 1 to "
-                f"{widest} devices, but must give finite numbers."
-            )
-        return outcomes
-    return _of_rates(candidate.rates, objective == "throughput")[: widest + 1]
+def _outcomes(
+    problem: AllocationProblem, candidate: Candidate, kind: str, objective: str | Objective
+) -> FloatArray:
+    """Outcome per second on 0, 1, ... devices of a type."""
+    widest = min(candidate.widest, problem.num_devices)
+    rates = candidate.rates_on(kind)[:widest]
+    if not callable(objective):
+        alone = max(candidate.rates_on(k)[0] for k in problem.num_by_kind)
+        return _of_rates(rates, 1.0 if objective == "throughput" else alone)
+    there = candidate.as_on(kind)
+    outcomes = np.array([0.0, *(objective(there, m) for m in range(1, widest + 1))])
+    if not np.isfinite(outcomes).all():
+        raise ValueError(
+            f"`objective` gives {outcomes[1:].tolist()} for trial {candidate.number} on 1 to "
+            f"{widest} devices, but must give finite numbers."
+        )
+    return outcomes
 
 
 @lru_cache(maxsize=4096)
-def _of_rates(rates: tuple[float, ...], is_throughput: bool) -> FloatArray:
-    """Rates on 0, 1, ... devices, in samples/s or in r(1). Not to be changed."""
-    all_rates = np.array([0.0, *rates])
-    return all_rates if is_throughput else all_rates / rates[0]
-
-
-def _values(
-    candidate: Candidate, now: int, forward_looking_s: float, outcomes: FloatArray
-) -> FloatArray:
-    values = forward_looking_s * outcomes
-    values[:now] -= outcomes[now] * candidate.rescale_down_s
-    values[now + 1 :] -= outcomes[now] * candidate.rescale_up_s
-    values[1 : candidate.min_devices] = -np.inf
-    return values
+def _of_rates(rates: tuple[float, ...], unit: float) -> FloatArray:
+    """Rates on 0, 1, ... devices in that unit. Not to be changed."""
+    return np.array([0.0, *rates]) / unit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optuna_fleet.alloc.adjust import Wishes, place_changes, realise
-from optuna_fleet.alloc.assembly import assemble
+from optuna_fleet.alloc.adjust import place_changes
+from optuna_fleet.alloc.assembly import assemble, on_one_type
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
-from optuna_fleet.alloc.streams import Widths, group_widths
+from optuna_fleet.alloc.streams import Widths, group_widths, serves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +25,14 @@ class EqualSplitAllocator:
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        wishes = Wishes(widths=self._shares(problem), pays=lambda candidate, now, m: True)
-        widths = realise(problem, wishes)
+        shares = self._shares(problem)
+        # No device is to be idle because those who could have it wait.
+        least = {c.number: 0 if self.published else c.min_devices for c in problem.candidates}
+        widths = _as_far_as_possible(problem, shares, least)
         return assemble(
             problem,
             group_widths(problem, widths),
-            placement=place_changes(problem, widths),
+            placement=place_changes(problem, on_one_type(problem, widths)),
             allocator=self.name,
             status="heuristic",
         )
@@ -59,3 +62,40 @@ class EqualSplitAllocator:
     def _share(self, candidate: Candidate, share: int) -> int:
         least = candidate.min_devices + self.published
         return min(share, candidate.widest) if share >= least else 0
+
+
+def _as_far_as_possible(
+    problem: AllocationProblem, shares: Mapping[int, int], least: Mapping[int, int]
+) -> Widths:
+    """What can be done now: who can't move keeps its width, and who shrinks makes room first.
+
+    Whoever has no share gets the ``least``, if devices are left.
+
+    What the preprocessors could not serve gets less, or nothing. If that leaves nobody, the
+    slowest trial flies: see :func:`optuna_fleet.alloc.streams.stream_limit`.
+    """
+    widths = dict(problem.pinned)
+    is_served = serves(problem)
+    movable = [c for c in problem.by_number.values() if c.number not in widths]
+    now = {c.number: problem.kept_width(c) or 0 for c in movable}
+
+    def widen(candidate: Candidate, limit: int) -> None:
+        fewest = max(widths.get(candidate.number, 0) + 1, candidate.min_devices)
+        for m in range(limit, fewest - 1, -1):
+            if is_served({**widths, candidate.number: m}):
+                widths[candidate.number] = m
+                return
+
+    for candidate in movable:
+        widen(candidate, min(shares[candidate.number], now[candidate.number]))
+    for candidate in sorted(movable, key=lambda c: (c.number not in widths, not shares[c.number])):
+        free = problem.num_devices - sum(widths.values())
+        most = widths.get(candidate.number, 0) + free
+        widen(candidate, min(shares[candidate.number] or least[candidate.number], most))
+    return widths or _slowest(problem)
+
+
+def _slowest(problem: AllocationProblem) -> Widths:
+    fitting = [c for c in problem.by_number.values() if c.min_devices <= problem.num_devices]
+    slowest = min(fitting, key=lambda c: c.rate(c.min_devices), default=None)
+    return {slowest.number: slowest.min_devices} if slowest else {}

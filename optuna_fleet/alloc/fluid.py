@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.alloc.cbc import new_model
+from optuna_fleet.alloc.model import failing, new_model, optimized
 from optuna_fleet.alloc.problem import AllocationFailed
 
 FloatArray = NDArray[np.float64]
@@ -29,6 +29,8 @@ Rates = tuple[float, ...]
 
 _MAX_STEPS = 200
 _TOLERANCE = 1e-13
+_PATIENCE_S = 60.0
+_SPARE = 1e-3  # worth, beside the pace of all, of what trials at their peak leave to the others
 _SLACK = 1e-5  # relative; what CBC's tolerances let through
 
 
@@ -78,6 +80,13 @@ def _segments(rates: Rates) -> FloatArray:
     Returns:
         [3, number of segments]: rate at its start, rise of the rate, devices it takes.
     """
+    heights, widths = _corners(rates)
+    return np.stack([heights[:-1], np.diff(heights), np.diff(widths)])
+
+
+@lru_cache(maxsize=4096)
+def _corners(rates: Rates) -> FloatArray:
+    """[2, number of corners] of that majorant: rates and devices, from 0 to its peak."""
     corners = [(0, 0.0)]
     for m, rate in enumerate(rates, 1):
         if rate <= corners[-1][1]:
@@ -85,8 +94,8 @@ def _segments(rates: Rates) -> FloatArray:
         while len(corners) > 1 and _lies_below(corners, m, rate):
             corners.pop()
         corners.append((m, rate))
-    widths, heights = np.array(corners, dtype=np.float64).T
-    return np.stack([heights[:-1], np.diff(heights), np.diff(widths)])
+    found: FloatArray = np.array(corners, dtype=np.float64).T[::-1]
+    return found
 
 
 def _lies_below(corners: list[tuple[int, float]], m: int, rate: float) -> bool:
@@ -102,6 +111,32 @@ def _padded(segments: list[FloatArray]) -> FloatArray:
     for i, own in enumerate(segments):
         padded[:, i, : own.shape[1]] = own
     return padded
+
+
+def devices_for(rates: Rates, pace: float) -> float:
+    """Fewest devices, time-shared, for so many samples/s; in proportion beyond the peak."""
+    heights, widths = _corners(rates)
+    if pace >= heights[-1]:
+        return float(widths[-1] * pace / heights[-1])
+    return float(np.interp(pace, heights, widths))
+
+
+def fluid_paces(
+    rates: Sequence[Mapping[str, Rates]],
+    work: Sequence[float] | FloatArray,
+    num_by_kind: Mapping[str, int],
+) -> FloatArray:
+    """The pace of each trial in the fluid optimum, in samples/s; as :func:`fluid_seconds`.
+
+    Where trials at their peak decide how long it takes, the others share what they leave.
+    """
+    if len(num_by_kind) == 1:
+        (kind, total), *_ = num_by_kind.items()
+        own = [r[kind] for r in rates]
+        _, widths = fluid_optimum(own, work, total)
+        at = zip(own, widths.tolist(), strict=True)
+        return np.array([np.interp(m, *_corners(r[:total])[::-1]) for r, m in at])
+    return _relaxed(rates, np.asarray(work), num_by_kind, _SPARE / len(rates))[1]
 
 
 def fluid_seconds(
@@ -120,28 +155,59 @@ def fluid_seconds(
     Raises:
         AllocationFailed: The solver failed.
     """
+    return _relaxed(rates, np.asarray(work), num_by_kind)[0] * (1 - _SLACK)
+
+
+def _relaxed(
+    rates: Sequence[Mapping[str, Rates]],
+    work: FloatArray,
+    num_by_kind: Mapping[str, int],
+    spare: float = 0.0,
+) -> tuple[float, FloatArray]:
+    """Least seconds for all the work, and the paces, with what is spared worth so much."""
+    # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
+    alone = np.array([max(max(own[kind]) for kind in num_by_kind) for own in rates])
+    slowest = float((work / alone).max())
+    with failing():
+        model = new_model()
+        needs = (work / alone / slowest).tolist()
+        pace, done = _build(model, rates, alone.tolist(), needs, num_by_kind, spare)
+        if not optimized(model, _PATIENCE_S) or not pace.x:
+            raise AllocationFailed("the solver did not solve the fluid relaxation")
+        return slowest / pace.x, np.array([terms.x for terms in done]) * alone
+
+
+def _build(
+    model: Any,
+    rates: Sequence[Mapping[str, Rates]],
+    alone: Sequence[float],
+    needs: Sequence[float],
+    num_by_kind: Mapping[str, int],
+    spare: float,
+) -> tuple[Any, list[Any]]:
+    """The linear program.
+
+    Returns:
+        The pace to be maximised, and what each trial does, as a share of what it could do alone.
+    """
     import mip
 
-    model = new_model()
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
-    # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
-    alone = [max(max(own[kind]) for kind in num_by_kind) for own in rates]
-    slowest = max(samples / rate for samples, rate in zip(work, alone, strict=True))
-    pace = model.add_var(ub=1.0)
+    pace = model.add_var(ub=1.0, obj=1.0)
     used: dict[str, list[Any]] = defaultdict(list)
-    for own, samples, best in zip(rates, work, alone, strict=True):
-        shares, done = [], []
+    done = []
+    for own, best, need in zip(rates, alone, needs, strict=True):
+        shares, terms = [], []
         for kind in num_by_kind:
-            for m, rate in enumerate(own[kind], 1):
-                share = model.add_var()
+            heights, widths = _corners(own[kind])
+            for rate, m in zip(heights[1:].tolist(), widths[1:].tolist(), strict=True):
+                share = model.add_var(obj=spare * rate / best)
                 shares.append(share)
-                done.append(rate / best * share)
+                terms.append(rate / best * share)
                 used[kind].append(m * share)
         model += mip.xsum(shares) <= 1
-        model += mip.xsum(done) >= samples / best / slowest * pace
-    for kind, terms in used.items():
-        model += mip.xsum(terms) <= num_by_kind[kind]
-    model.objective = pace
-    if model.optimize() != mip.OptimizationStatus.OPTIMAL or not pace.x:
-        raise AllocationFailed("CBC did not solve the fluid relaxation.")
-    return float(slowest / pace.x) * (1 - _SLACK)
+        done.append(mip.xsum(terms))
+        model += done[-1] >= need * pace
+    for kind, all_of in used.items():
+        model += mip.xsum(all_of) <= num_by_kind[kind]
+    return pace, done

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from optuna_fleet.alloc.assembly import assemble, grow, next_width, staying
+from optuna_fleet.alloc.assembly import assemble, staying
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import Widths, affordable, group_widths, stream_limit
 
@@ -203,3 +203,38 @@ class FlotillaBuilder:
 
     def _rates(self, group: Mapping[int, int]) -> list[float]:
         return [self._by_number[t].rate(m) for t, m in group.items()]
+
+
+def grow(
+    by_number: Mapping[int, Candidate],
+    widths: Mapping[int, int],
+    free: int,
+    admissible: Callable[[Widths], bool],
+) -> Widths:
+    """Spends up to ``free`` more devices, always on the slowest trial that gains from them.
+
+    Args:
+        by_number: Candidates by trial number.
+        widths: Trial number -> devices it has.
+        free: Devices left over.
+        admissible: Says whether the widths after a step may be; a step that may not be is passed
+            over.
+    """
+    grown = dict(widths)
+    while free > 0:
+        for number in sorted(grown, key=lambda t: (by_number[t].rate(grown[t]), t)):
+            wider = next_width(by_number[number], grown[number], free)
+            if wider is not None and admissible({**grown, number: wider}):
+                free -= wider - grown[number]
+                grown[number] = wider
+                break
+        else:
+            break
+    return grown
+
+
+def next_width(candidate: Candidate, m: int, free: int) -> int | None:
+    """Narrowest width above ``m`` that is faster and costs at most ``free`` more devices."""
+    widths = candidate.useful_widths(m + free)
+    wider = widths[bisect_right(widths, m) :]
+    return next((w for w in wider if candidate.rate(w) > candidate.rate(m)), None)

@@ -1,61 +1,108 @@
-"""Widths that finish the sweep soonest, when nobody knows how long its trials will train.
+"""What devices are worth for a sweep to be done soon, when nobody knows how long trials train.
 
 The work left of each trial is its expected remaining epochs (:mod:`optuna_fleet.alloc.lengths`).
-The fluid optimum of that work gives fractional widths (:mod:`optuna_fleet.alloc.fluid`), rounded
-to whole ones so that as little as possible moves. Trials with long epochs aim to finish a little
-earlier than the others: should they turn out longer than expected, there is less to be done about
-it, for they move seldom and their last devices help least.
+The fluid optimum of that work says at which pace each trial should go on, so how many devices it
+should have: f, a fraction. The next device is worth as much as is missing of that, 2 (f - m), so m
+are worth m (1 + 2 f - m), and the best whole numbers are f rounded. Trials with long epochs aim to
+finish a little earlier than the others: should they turn out longer than expected, there is less
+to be done about it, for they move seldom and their last devices help least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from optuna_fleet.alloc.adjust import Wishes
-from optuna_fleet.alloc.fluid import FloatArray, Rates, fluid_optimum
+from optuna_fleet.alloc.fluid import FloatArray, Rates, devices_for, fluid_paces
 from optuna_fleet.alloc.lengths import SurvivalCurve, survival_curve
-from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
+from optuna_fleet.alloc.program import Worth
 
 _HALF_AN_EPOCH = 0.5
-_ROUNDING = 1e-6
 _MOST_TO_COME = 4
 """Trials per device; with so many or more to come nobody is to be wide."""
+_KEEPING = 1.0
+"""Worth, in devices, of keeping what one has: else trials would swap devices at each event."""
+_SUITING = 2.0
+"""Of the device type that suits a trial best: those get the fast ones who gain most by them."""
+_FLYING = 1e4
+"""Of not waiting within an epoch: trials would take turns at each event, and none get anywhere."""
 
 
-def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
-    """Ideal widths of all candidates, as if everyone could move now.
+def makespan_worth(problem: AllocationProblem, hedge: float) -> Worth:
+    """The worth of devices to each trial, in devices.
 
     Args:
         problem: The problem; at least one candidate and device.
         hedge: Trials aim to finish at a time proportional to (seconds per epoch) ** -hedge; 0 for
             all at once.
-
-    Returns:
-        Widths in order of priority: those furthest from waiting first. To grow pays if the trial
-        is expected to end sooner for it.
     """
     known = list(problem.by_number.values())
     candidates = known + _to_come(problem, known)
+    kinds = problem.num_by_kind
     work = _expected_work(problem, candidates)
-    speed = np.array([c.rate(c.min_devices) / c.samples_per_epoch for c in candidates])
-    rates = [_reachable(c) for c in candidates]
-    _, fluid = fluid_optimum(rates, work * (speed.max() / speed) ** hedge, problem.num_devices)
-    order = sorted(range(len(candidates)), key=lambda i: (-fluid[i], -candidates[i].number))
-    widths = _rounded(problem, candidates, fluid)
-    left = {c.number: float(w) for c, w in zip(candidates, work, strict=True)}
+    fastest = [max(c.rates_on(k)[c.min_devices - 1] for k in kinds) for c in candidates]
+    speed = np.array(fastest) / [c.samples_per_epoch for c in candidates]
+    rates = [_reachable(problem, c) for c in candidates]
+    paces = fluid_paces(rates, work * (speed.max() / speed) ** hedge, kinds)
+    shares = {
+        c.number: {kind: devices_for(of[kind], pace) for kind in of}
+        for c, of, pace in zip(known, rates, paces.tolist(), strict=False)
+    }
+    left = dict(zip((c.number for c in known), work.tolist(), strict=False))
 
-    def pays(candidate: Candidate, now: int, m: int) -> bool:
-        if now == 0:
-            return True
-        samples = left[candidate.number]
-        return candidate.rescale_up_s + samples / candidate.rate(m) < samples / candidate.rate(now)
+    def worth(candidate: Candidate, kind: str) -> Iterator[tuple[int, float]]:
+        of = shares[candidate.number]
+        own = of.get(kind, min(of.values()))
+        gains = _gains(problem, candidate, kind, min(of.values()), own, left[candidate.number])
+        if len(kinds) == 1:
+            return gains
+        return ((m, gain + _SUITING * _suits(problem, candidate, kind, m)) for m, gain in gains)
 
-    wanted = [i for i in order if widths[i] and i < len(known)]
-    return Wishes(widths={candidates[i].number: widths[i] for i in wanted}, pays=pays)
+    return worth
+
+
+def _gains(
+    problem: AllocationProblem,
+    candidate: Candidate,
+    kind: str,
+    least: float,
+    share: float,
+    samples: float,
+) -> Iterator[tuple[int, float]]:
+    """Gains of widths on one type.
+
+    Args:
+        problem: The problem.
+        candidate: The trial.
+        kind: The type.
+        least: Devices it should have of the type that suits it best.
+        share: Devices of this type that make up for these.
+        samples: What it is expected to train still.
+    """
+    now = problem.kept_width(candidate) or 0
+    is_home = bool(now) and problem.kind_now(candidate) in (kind, "")
+    speed_now = candidate.rate(now) if 0 < now <= candidate.widest else 0.0
+    is_kept = 0 < now <= math.ceil(share)
+    flying = _FLYING if now and candidate.is_within_epoch else 0.0
+    for m in candidate.useful_widths(problem.num_devices, kind):
+        rate = candidate.rates_on(kind)[m - 1]
+        is_costly = speed_now and rate > speed_now and not (is_home and m == now)
+        if is_costly and candidate.rescale_up_s + samples / rate >= samples / speed_now:
+            continue  # it would end no sooner, the move included
+        devices, fewest = m * least / share, candidate.min_devices * least / share
+        gain = devices * (fewest + 2 * least - devices) + flying
+        yield m, gain + (_KEEPING if is_kept and rate >= speed_now else 0.0)
+
+
+def _suits(problem: AllocationProblem, candidate: Candidate, kind: str, m: int) -> float:
+    """Its rate on so many devices of a type, as a share of that on those which suit it best."""
+    kinds = [k for k, n in problem.num_by_kind.items() if n >= m]
+    there = candidate.rates_on(kind)[m - 1]
+    return there / max([there, *(candidate.rates_on(k)[m - 1] for k in kinds)])
 
 
 def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Candidate]:
@@ -66,11 +113,9 @@ def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Can
     total = min(problem.num_to_come, _MOST_TO_COME * problem.num_devices)
     by_speed = sorted(known, key=lambda c: (c.rate(c.min_devices) / c.samples_per_epoch, c.number))
     models = [by_speed[(2 * k + 1) * len(known) // (2 * total)] for k in range(total)]
-    last = known[-1].number
     return [
         replace(
             c,
-            number=last + k,
             devices=(),
             waited_rounds=0,
             epochs_done=0,
@@ -78,15 +123,20 @@ def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Can
             movable=True,
             is_within_epoch=False,
         )
-        for k, c in enumerate(models, 1)
+        for c in models
     ]
 
 
-def _reachable(candidate: Candidate) -> Rates:
+def _reachable(problem: AllocationProblem, candidate: Candidate) -> Mapping[str, Rates]:
     """Its rates; on fewer devices than it fits on, what time-sharing the fewest would give."""
     least = candidate.min_devices
-    shared = tuple(candidate.rate(least) * m / least for m in range(1, least))
-    return shared + candidate.rates[least - 1 : candidate.widest]
+    kinds = [*problem.num_by_kind, *([SEVERAL] if candidate.spans_types else [])]
+    reachable = {}
+    for kind in kinds:
+        rates = candidate.rates_on(kind)[: candidate.widest]
+        shared = tuple(rates[least - 1] * m / least for m in range(1, least))
+        reachable[kind] = shared + rates[least - 1 :]
+    return reachable
 
 
 def _expected_work(problem: AllocationProblem, candidates: Sequence[Candidate]) -> FloatArray:
@@ -103,49 +153,3 @@ def _samples_left(candidate: Candidate, curve: SurvivalCurve) -> float:
     if not candidate.movable:  # it is somewhere within an epoch
         epochs -= _HALF_AN_EPOCH
     return epochs * candidate.samples_per_epoch
-
-
-def _rounded(
-    problem: AllocationProblem, candidates: Sequence[Candidate], fluid: FloatArray
-) -> list[int]:
-    """Useful widths: rounded up first for those who have these devices already, then by remainder.
-
-    Whoever is rounded down so far that it could not fly leaves its devices to the others, but not
-    within an epoch: trials would take turns at each event, and none would get anywhere.
-    """
-    useful = [c.useful_widths(problem.num_devices) for c in candidates]
-    shares = (fluid + _ROUNDING).tolist()
-    widths = [_widest(u, share) for u, share in zip(useful, shares, strict=True)]
-    held = [problem.kept_width(c) or 0 for c in candidates]
-    least = [
-        _narrowest(u, h) if c.is_within_epoch else 0
-        for c, u, h in zip(candidates, useful, held, strict=True)
-    ]
-    widths = [max(pair) for pair in zip(widths, least, strict=True)]
-    while sum(widths) > problem.num_devices:
-        spare = [i for i, m in enumerate(widths) if m > least[i]]
-        i = min(spare, key=lambda i: (fluid[i] / widths[i], candidates[i].number))
-        widths[i] = max(least[i], _widest(useful[i], widths[i] - 1))
-    left, before = problem.num_devices - sum(widths), 0
-    while left != before:
-        before = left
-        # Anew each time round: else what is left over would wander from decision to decision.
-        order = [
-            (held[i] <= m, m - fluid[i], -candidates[i].number, i) for i, m in enumerate(widths)
-        ]
-        for *_, i in sorted(order):
-            wider = next((m for m in useful[i] if m > widths[i]), math.inf)
-            if wider <= widths[i] + left:
-                left -= int(wider) - widths[i]
-                widths[i] = int(wider)
-    return widths
-
-
-def _narrowest(widths: Sequence[int], limit: int) -> int:
-    """The narrowest up to the limit; 0 if there is none."""
-    return min((m for m in widths if m <= limit), default=0)
-
-
-def _widest(widths: Sequence[int], limit: float) -> int:
-    """The widest up to the limit; 0 if there is none."""
-    return max((m for m in widths if m <= limit), default=0)

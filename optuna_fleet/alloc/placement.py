@@ -11,13 +11,15 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from optuna_fleet.alloc.problem import AllocationProblem
+from optuna_fleet.alloc.shares import Placement, Share
+
 MAX_ORDERS = 1024
 """Orders of the last trials that are tried at most (FLEET, appendix A)."""
 
 _MAX_STEPS = 8_000  # trials placed in one search; keeps hundreds of trials within a second
 _FEW = 4  # so few trials are searched to the end, for the sake of what decides between equals
 
-_Placement = dict[int, tuple[int, ...]]
 _Nodes = list[list[int]]
 _Fit = Callable[[list[int], int], list[int]]
 
@@ -26,6 +28,26 @@ def fleet_score(assignments: Mapping[int, Sequence[int]], nodes: Sequence[Sequen
     """Loss of FLEET's Eq. 4: the sum over trials of (nodes it uses) / (devices it has)."""
     node_of = {device: n for n, node in enumerate(nodes) for device in node}
     return sum(len({node_of[d] for d in a}) / len(a) for a in assignments.values() if a)
+
+
+def place_choice(problem: AllocationProblem, choice: Mapping[int, Share]) -> Placement:
+    """Places each type's devices by :func:`place`; who can't move stays, whoever claims it."""
+    by_number = problem.by_number
+    pinned = {t: by_number[t].devices for t in problem.pinned}
+    taken = {device for devices in pinned.values() for device in devices}
+    placed = dict(pinned)
+    for kind in problem.num_by_kind:
+        nodes = [
+            [device for device in node if device not in taken]
+            for n, node in enumerate(problem.nodes)
+            if problem.kind_of_node(n) == kind
+        ]
+        there = {device for node in nodes for device in node}
+        counts = {t: s[kind] for t, s in choice.items() if kind in s and t not in pinned}
+        current = {t: tuple(d for d in by_number[t].devices if d in there) for t in counts}
+        for number, devices in place(counts, nodes, current).items():
+            placed[number] = (*placed.get(number, ()), *devices)
+    return placed
 
 
 def place(
@@ -64,9 +86,9 @@ def _keep(
     counts: Mapping[int, int],
     nodes: Sequence[Sequence[int]],
     current: Mapping[int, tuple[int, ...]],
-) -> _Placement:
+) -> Placement:
     left = {device for node in nodes for device in node}
-    kept: _Placement = {}
+    kept: Placement = {}
     for number in sorted(counts):
         devices = current.get(number, ())
         if len(devices) == counts[number] and left.issuperset(devices):
@@ -96,8 +118,8 @@ def _whole_nodes(m: int, free: _Nodes) -> list[int] | None:
 
 def _fill_whole_nodes(
     rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
-) -> _Placement:
-    found: _Placement = {}
+) -> Placement:
+    found: Placement = {}
     left, failed = free, set[int]()
     for number, m in rest.items():
         if m in failed:  # whether nodes are filled depends on how many are free there only
@@ -114,8 +136,8 @@ def _fill_whole_nodes(
 
 def _fill_nodes_in_pairs(
     rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
-) -> _Placement:
-    found: _Placement = {}
+) -> Placement:
+    found: Placement = {}
     left, failed = free, set[tuple[int, int]]()
     for pair in itertools.combinations(rest.items(), 2):
         (one, m), (other, n) = pair
@@ -132,7 +154,7 @@ def _fill_nodes_in_pairs(
 
 def _filling_together(
     pair: Sequence[tuple[int, int]], left: _Nodes, current: Mapping[int, tuple[int, ...]]
-) -> _Placement:
+) -> Placement:
     """The pair on nodes that it fills, each on as few of them as it can be; else nothing."""
     whole = _whole_nodes(sum(m for _, m in pair), left)
     if whole is None:
@@ -144,8 +166,8 @@ def _filling_together(
 
 def _search(
     rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
-) -> _Placement:
-    best: _Placement = {}
+) -> Placement:
+    best: Placement = {}
     best_cost = (math.inf, 0, 0)
     least = sum(_fewest_nodes(m, free) / m for m in rest.values())
     for order, fit in itertools.product(_orders(list(rest.items())), (_tightest, _next)):
@@ -178,10 +200,10 @@ def _in_order(
     free: _Nodes,
     current: Mapping[int, tuple[int, ...]],
     fit: _Fit,
-) -> _Placement:
+) -> Placement:
     left = [list(node) for node in free]
     owner = {device: t for t, devices in current.items() for device in devices}
-    placed: _Placement = {}
+    placed: Placement = {}
     for number, m in order:
         chosen: list[int] = []
         for n in fit([len(node) for node in left], m):
@@ -215,7 +237,7 @@ def _next(sizes: list[int], m: int) -> list[int]:
 
 
 def _cost(
-    placed: _Placement, free: _Nodes, current: Mapping[int, tuple[int, ...]]
+    placed: Placement, free: _Nodes, current: Mapping[int, tuple[int, ...]]
 ) -> tuple[float, int, int]:
     used = {d for devices in placed.values() for d in devices}
     partly = sum(0 < len(used & set(node)) < len(node) for node in free)

@@ -95,12 +95,12 @@ class Candidate:
         """The same trial, as if all devices were of that type."""
         return replace(self, rates=self.rates_on(kind), rates_by_kind={})
 
-    def useful_widths(self, limit: int) -> tuple[int, ...]:
+    def useful_widths(self, limit: int, kind: str = "") -> tuple[int, ...]:
         """Admissible widths up to ``limit`` that are faster than every narrower one.
 
         The others waste devices: Eq. 5 of FLEET falls again beyond its peak.
         """
-        widths = _useful_widths(self.rates, self.min_devices, self.widest)
+        widths = _useful_widths(self.rates_on(kind), self.min_devices, self.widest)
         return widths[: bisect_right(widths, limit)]
 
 
@@ -198,6 +198,10 @@ class AllocationProblem:
         pairs = zip(self.kinds, self.nodes, strict=True) if self.kinds else ()
         return {device: kind for kind, node in pairs for device in node}
 
+    def kind_of_node(self, node: int) -> str:
+        """Type of the devices at that position of `nodes`; "" if all are alike."""
+        return self.kinds[node] if self.kinds else ""
+
     def kinds_of(self, devices: Iterable[int]) -> list[str]:
         """Types of those of the devices that may be used now; none if all are alike."""
         return sorted({self._kind_of[d] for d in devices if d in self._kind_of})
@@ -210,6 +214,12 @@ class AllocationProblem:
     def kind_now(self, candidate: Candidate) -> str:
         """Type of the devices it flies on; see `kind_of`."""
         return self.kind_of(candidate.devices)
+
+    def types_of(self, number: int, kind: str) -> list[str]:
+        """Types that a trial's devices may be of, the fastest first, if they are of that kind."""
+        rates_on = self.by_number[number].rates_on
+        kinds = sorted(self.num_by_kind, key=lambda k: -rates_on(k)[0])
+        return kinds if kind == SEVERAL else [kind]
 
     def kept_width(self, candidate: Candidate) -> int | None:
         """Width at which it can go on where it is; None if it waits or a device is gone."""
@@ -267,6 +277,7 @@ class Plan:
         reason: One sentence for people.
         status: How sure it is: "optimal", "feasible" (stopped at the time limit), "trivial",
             "heuristic", or "fallback: ..." with the cause.
+        solver: Who solved the model, "CBC" or "HIGHS"; empty if nobody had to.
         gap: Relative distance to the solver's bound; None where there is no bound.
         solve_time_s: Seconds the decision took; two plans that differ only here are equal.
     """
@@ -275,6 +286,7 @@ class Plan:
     allocator: str
     reason: str
     status: str
+    solver: str = ""
     gap: float | None = None
     solve_time_s: float = field(default=0.0, compare=False)
 

@@ -53,16 +53,13 @@ def group_by_rate(
 def group_widths(problem: AllocationProblem, widths: Mapping[int, int]) -> list[Widths]:
     """The fewest flotillas these widths need, slowest first; see :func:`group_by_rate`.
 
-    Where the preprocessors' capacity counts, they are also those that draw least. Trials on unlike
-    device types, which are planned apart, share none.
+    Where the preprocessors' capacity counts, they are also those that draw least.
     """
     by_number = problem.by_number
     rates = {t: by_number[t].rate(m) for t, m in widths.items()}
-    apart: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    apart: dict[int, dict[int, float]] = defaultdict(dict)
     for number, rate in rates.items():
-        candidate = by_number[number]
-        phase = candidate.epochs_done if problem.phases else 0
-        apart[phase, problem.kind_now(candidate)][number] = rate
+        apart[by_number[number].epochs_done if problem.phases else 0][number] = rate
     limited = problem.preprocess_samples_per_s is not None
     groups = [
         group

@@ -1,4 +1,4 @@
-"""Windows: the flotillas that the exact allocation may open.
+"""Windows: the flotillas that the model may open.
 
 A window is a rate and, where that matters, a phase; it admits what one flotilla can hold whose
 slowest trial has that rate. Where the preprocessors' capacity counts, the rate is that of the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from optuna_fleet.alloc.problem import AllocationProblem
@@ -21,8 +21,8 @@ MAX_REFERENCE_RATES = 40
 
 _FEWEST_RATES_PER_PHASE = 8
 
-Option = tuple[int, int]
-"""(trial number, devices)."""
+Key = tuple[int, str, int]
+"""(trial number, device type, devices)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +46,26 @@ class Window:
         return slow <= fast <= slow * rate_spread
 
 
-def windows(problem: AllocationProblem, rates: Mapping[Option, float]) -> list[Window]:
-    """The windows to try; see :func:`reference_rates` for problems with many rates."""
+def windows(
+    problem: AllocationProblem, rates: Mapping[Key, float], must: Set[Key]
+) -> list[Window]:
+    """The windows to try; see :func:`reference_rates` for problems with many rates.
+
+    Args:
+        problem: Whose rules count.
+        rates: Rate of each option, in samples/s.
+        must: Options that need a window that draws no more than they do: of who can't move.
+    """
     limited = problem.preprocess_samples_per_s is not None
-    pinned = problem.pinned.items()
     phases = phases_of(problem)
-    by_phase: dict[int, list[Option]] = defaultdict(list)
-    for option in rates:
-        by_phase[phases[option[0]]].append(option)
+    by_phase: dict[int, list[Key]] = defaultdict(list)
+    for key in rates:
+        by_phase[phases[key[0]]].append(key)
     most = max(_FEWEST_RATES_PER_PHASE, MAX_REFERENCE_RATES // max(1, len(by_phase)))
     found = []
-    for phase, options in sorted(by_phase.items()):
-        references = reference_rates((rates[o] for o in options), most=most, from_above=limited)
-        # What can't move must find its window, and one that draws no more than it does.
-        references = sorted({*references, *(rates[o] for o in options if o in pinned)})
+    for phase, keys in sorted(by_phase.items()):
+        references = reference_rates((rates[k] for k in keys), most=most, from_above=limited)
+        references = sorted({*references, *(rates[k] for k in keys if k in must)})
         if math.isinf(problem.rate_spread) and not limited:
             del references[1:]
         found += [Window(phase=phase, rate=rate, is_fastest=limited) for rate in references]
@@ -99,13 +105,13 @@ def reference_rates(
 
 
 def by_window(
-    rates: Mapping[Option, float], tried: Mapping[int, Window], rate_spread: float
-) -> dict[tuple[int, ...], list[Option]]:
+    rates: Mapping[Key, float], tried: Mapping[int, Window], rate_spread: float
+) -> dict[tuple[int, ...], list[Key]]:
     """Options of one trial by the indices of the windows that admit them.
 
     One row of the model serves all options of equal windows.
     """
-    found: dict[tuple[int, ...], list[Option]] = defaultdict(list)
-    for option, rate in rates.items():
-        found[tuple(k for k, w in tried.items() if w.admits(rate, rate_spread))].append(option)
+    found: dict[tuple[int, ...], list[Key]] = defaultdict(list)
+    for key, rate in rates.items():
+        found[tuple(k for k, w in tried.items() if w.admits(rate, rate_spread))].append(key)
     return found

@@ -24,6 +24,7 @@ def load_best_model(
     study: optuna.Study,
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     *,
+    name: str | None = None,
     trial: int | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Any:
@@ -35,17 +36,21 @@ def load_best_model(
 
     Args:
         study: The study.
-        model: The module to load them into, built as in the objective; or several, in the order in
-            which the objective prepared them. None if you want the bare state.
+        model: The module to load them into, built as in the objective; or, where it has prepared
+            several, all of these in its order. None if you want the bare state.
+        name: Which of the objects that the objective prepared: the keyword under which it did
+            (``trial.prepare(model, ema=ema)``), or its type's name if no other has that. Needed
+            for one module of several.
         trial: Number of another trial than the best; needed where there are several objectives.
         folder: Where the checkpoints are now, if they were moved since.
 
     Returns:
         `model`, on the device where it was; or, without it, a list with the ``state_dict`` of each
-        object that the trial prepared, in that order, on the CPU.
+        object that the trial prepared, in that order, on the CPU; or that of `name`.
 
     Raises:
-        FleetConfigError: The trial left no checkpoint, or it has fewer modules than were given.
+        FleetConfigError: The trial left no checkpoint; there is no such object, or it was not said
+            which of several is meant.
         CheckpointError: The checkpoint is damaged, or of another trial.
         RuntimeError: The weights do not fit the module (raised by torch).
     """
@@ -54,21 +59,36 @@ def load_best_model(
 
     check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     check_number("trial", trial, whole=True, optional=True)
+    check_that("name", name, is_a(str), "be what the objective calls it, as 'ema'", optional=True)
     modules = _checked_modules(model)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
     path = _final_of(study, chosen, folder)
     owner = Owner(study=study.study_name, trial=chosen.number)
     loaded = checkpoint.load(path, owner).content
+    positions = loaded.modules if name is None else [_position_of(name, loaded.names)]
     if model is None:
-        return loaded.objects
-    if len(modules) > len(loaded.modules):
+        return loaded.objects if name is None else loaded.objects[positions[0]]
+    if len(modules) != len(positions):
+        there = ", ".join(f"`{loaded.names[position]}`" for position in loaded.modules)
         raise FleetConfigError(
             f"`model` has {len(modules)} modules, but trial {chosen.number} has prepared "
-            f"{len(loaded.modules)}: give those that the objective gives to trial.prepare()."
+            f"{len(positions)}: {there}. Give all of them in a list, in that order, or one and "
+            "its name: load_best_model(study, model, name=...)."
         )
-    for module, position in zip(modules, loaded.modules, strict=False):
+    for module, position in zip(modules, positions, strict=True):
         load_state(module, loaded.objects[position])
     return model
+
+
+def _position_of(name: str, names: Sequence[str]) -> int:
+    if names.count(name) == 1:
+        return names.index(name)
+    there = ", ".join(f"`{each}`" for each in names)
+    how_often = "several objects" if name in names else "no object"
+    raise FleetConfigError(
+        f"`name` is {name!r}, but the trial has prepared {how_often} of that name: {there}. "
+        "trial.prepare(model, optimizer, ema=ema) gives them names."
+    )
 
 
 def _checked_modules(model: Any) -> Sequence[torch.nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -30,12 +29,15 @@ from optuna_fleet.executor.cluster.protocol import Cluster, Options
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.executor.started_by import check_is_one_process
 from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
+from optuna_fleet.sampler_bridge.one_trial import study_of, value_of
+from optuna_fleet.settings import packed_setup
 
 CLUSTERS: dict[str, type[Cluster]] = {
     "local": LocalCluster,
@@ -77,6 +79,8 @@ class FleetExecutor:
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
             all, or None; "elastic" then plans with that, within a factor of what the sweep itself
             tells.
+        setup: A function without arguments that each process calls once, before all else of yours:
+            registrations, settings of libraries; docs/objective.md.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
 
     Raises:
@@ -98,6 +102,7 @@ class FleetExecutor:
         convergence: Convergence | None = None,
         max_trials: int | None = None,
         predictor: Callable[[optuna.trial.FrozenTrial], float | None] | None = None,
+        setup: Callable[[], object] | None = None,
         seed: int | None = None,
     ) -> None:
         if pipeline is not None and not isinstance(pipeline, SharedPipeline):
@@ -105,7 +110,7 @@ class FleetExecutor:
                 f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
-        _check_objects(limits, convergence, predictor)
+        _check_objects(limits, convergence, predictor, setup)
         wanted = "be True, False, or a Preflight, as Preflight(share=0.05)"
         check_that("preflight", preflight, is_a(bool, Preflight), wanted)
         if isinstance(devices, (str, list, tuple)):
@@ -137,6 +142,7 @@ class FleetExecutor:
             preflight=(Preflight() if preflight is True else preflight or None),
             convergence=convergence,
             predictor=predictor,
+            setup=setup,
             seed=seed,
         )
         self._runner = chosen_cluster.new_runner(self._options)
@@ -174,27 +180,81 @@ class FleetExecutor:
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         __tracebackhide__ = True  # from IPython's and pytest's tracebacks
-        _check_not_importing_main()
-        if self._busy:
-            raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         given: Any = catch
         is_several = isinstance(given, Iterable) and not isinstance(given, str)
         kinds = tuple(given) if is_several else (given,)
         _check_call(func, n_trials, timeout, kinds, callbacks)
+        try:
+            self._run(
+                study,
+                func,
+                n_trials=plain(n_trials),
+                timeout=plain(timeout),
+                catch=kinds,
+                callbacks=callbacks,
+                gc_after_trial=gc_after_trial,
+                show_progress_bar=show_progress_bar,
+            )
+        finally:
+            del self  # see `_run`
+
+    def evaluate(
+        self,
+        func: ObjectiveFunc,
+        params_or_trial: Mapping[str, Any] | optuna.trial.BaseTrial,
+        *,
+        study: optuna.Study | None = None,
+    ) -> float | Sequence[float]:
+        """Run `func` once, outside of a sweep, and return its value.
+
+        Nothing is written to a study, nor kept in the checkpoint folder. What it raises is raised.
+
+        Args:
+            func: As for `optimize`.
+            params_or_trial: What is suggested to it: parameters by name, or a trial that has them
+                (``study.best_trial``, a ``FixedTrial``) or suggests them (``study.ask()``). With a
+                trial it has that one's number, and so its seeds, and gives the same value.
+            study: What the objective may ask its study for is taken from here: directions, user
+                attributes. None for one whose single objective is minimized.
+
+        Raises:
+            FleetConfigError: It asks for a parameter that was not given; and as `optimize`.
+        """
+        __tracebackhide__ = True
+        _check_call(func, 1, None, (), None)
+        once = study_of(params_or_trial, study)
+        try:
+            self._run(once, func, n_trials=1, is_recorded=False)
+        finally:
+            del self  # see `_run`
+        return value_of(once)
+
+    def _run(
+        self,
+        study: optuna.Study,
+        func: ObjectiveFunc,
+        *,
+        is_recorded: bool = True,
+        **arguments: Any,
+    ) -> None:
+        """Make a call; if it `is_recorded`, the same one can go on with it, where there are files.
+
+        The `arguments` are those of `Loop`.
+        """
+        __tracebackhide__ = True
+        check_is_one_process(os.environ)
+        if self._busy:
+            raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
         lock = None if root is None else FolderLock(root)
+        is_recorded = is_recorded and root is not None
         loop = Loop(
             study,
-            n_trials=plain(n_trials),
-            timeout=plain(timeout),
-            catch=kinds,
-            callbacks=callbacks,
-            gc_after_trial=gc_after_trial,
-            show_progress_bar=show_progress_bar,
             storage_patience_s=self._options.limits.storage_patience_s,
-            folder=None if root is None else StudyFolder(root, study.study_name),
+            folder=StudyFolder(root, study.study_name) if root and is_recorded else None,
             lock=lock,
-            digest=None if root is None else digest_of(func),
+            digest=digest_of(func) if is_recorded else None,
+            **arguments,
         )
         self._busy, self._runner.summary = True, None
         try:
@@ -233,7 +293,7 @@ class FleetExecutor:
         """
         from optuna_fleet.preflight.standalone import Checker
 
-        _check_not_importing_main()
+        check_is_one_process(os.environ)
         if not callable(func):
             raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
         facts = {"study_name": study.study_name, "user_attrs": study.user_attrs}
@@ -241,7 +301,13 @@ class FleetExecutor:
         limit_s = (self._options.preflight or Preflight()).limit_s
         with Checker(first_limit_s=limit_s) as checker:
             return checker.check(
-                func, pipeline, params, facts=facts, directions=study.directions, seed=seed
+                func,
+                pipeline,
+                params,
+                facts=facts,
+                directions=study.directions,
+                setup=packed_setup(self._options.setup),
+                seed=seed,
             )
 
     def close(self) -> None:
@@ -278,7 +344,7 @@ def _cluster_of(given: str | Cluster) -> Cluster:
     return CLUSTERS[str(given)]()
 
 
-def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:
+def _check_objects(limits: Any, convergence: Any, predictor: Any, setup: Any) -> None:
     """Refuse what would fail, or be passed over, in the midst of a sweep."""
     wanted = "be a Limits, as Limits(hang_s=60), or None"
     check_that("limits", limits, is_a(Limits), wanted, optional=True)
@@ -291,6 +357,8 @@ def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:
         "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
         optional=True,
     )
+    wanted = "be a function without arguments, or None"
+    check_that("setup", setup, callable, wanted, optional=True)
 
 
 def _check_call(
@@ -312,12 +380,3 @@ def _may_be_callbacks(given: Any) -> bool:
     if isinstance(given, list | tuple):
         return all(map(callable, given))
     return isinstance(given, Iterable) and not isinstance(given, str)
-
-
-def _check_not_importing_main() -> None:
-    """Raise in a process that an objective spawned, or each such process would start a fleet."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise FleetConfigError(
-            "A process that was started by 'spawn' or 'forkserver' runs this script again, up to "
-            '`study.optimize(...)`: put that under `if __name__ == "__main__":`.'
-        )

@@ -17,17 +17,19 @@ from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network
 from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings, digest
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.settings import settings_here
+from optuna_fleet.settings import packed_setup, settings_here
 from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
 from optuna_fleet.wire.unpicklable import explained, variable
 
@@ -46,26 +48,31 @@ class FleetRunner:
         self._network = network
         self._runtime: Runtime | None = None
         self._findings: Findings | None = None
+        self._setup = packed_setup(options.setup)
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`."""
         __tracebackhide__ = True
+        began = time.monotonic()
+        _check_decorators(func)
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
         job = Job(
             options=options,
             objective_id=next(_objective_ids),
             objective=objective,
-            settings=settings_here(),
+            settings=settings_here(self._setup),
             gc_after_trial=loop.gc_after_trial,
             maximize=loop.maximize,
         )
         checkpoints = options.checkpoints
         folder = runtime.folder_of(loop.study.study_name)
-        num_kept = 0 if options.checkpoint_dir is None else checkpoints.keep
+        num_kept = 0 if loop.folder is None else checkpoints.keep
         retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
-        findings = self._findings_of(func, retention)
-        parts = Parts(runtime, loop.ledger, loop.proposals, job, retention, findings)
+        findings = self._findings_of(func, loop)
+        parts = Parts(
+            *(runtime, loop.ledger, loop.proposals, job, retention, findings), began=began
+        )
         driver = Driver(parts, self._new_controller(runtime, findings))
         try:
             with driver.interrupts:
@@ -80,7 +87,7 @@ class FleetRunner:
         finally:
             if not driver.has_freed_devices:
                 self.close()
-            del self  # see `FleetExecutor.optimize`
+            del self  # see `FleetExecutor._run`
         if parts.outcomes.failure is not None:
             raise parts.outcomes.failure
 
@@ -92,28 +99,34 @@ class FleetRunner:
             clearance=Clearance(findings.all),
         )
 
-    def _findings_of(self, func: Callable[[Any], Any], retention: CheckpointRetention) -> Findings:
+    def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:
         """What was found of the objective by checks: in this process, or by other ones."""
-        options = self._options
-        of = digest(digest_of(func), options.pipeline.spec() if options.pipeline else None)
-        if self._findings is None or self._findings.of != of or not of:
-            is_kept = options.checkpoint_dir is not None
-            self._findings = Findings(
-                of, retention.folder.path / "checks.json" if is_kept else None
-            )
-        return self._findings
+        known, pipeline = self._findings, self._options.pipeline
+        of = digest(digest_of(func), pipeline.spec() if pipeline else None)
+        path = None if loop.folder is None else loop.folder.path / "checks.json"
+        if known is None or known.of != of or not of or path not in (None, known.path):
+            self._findings = known = Findings(of, path)
+        return known
 
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is None or not self._runtime.is_ours:
-            options = self._options
+            options, pipeline = self._options, self._options.pipeline
+            if pipeline is not None and (own := options.policy.own_preprocessors) is not None:
+                pipeline = pipeline.unshared(own)
+            setups = NodeSetups(
+                pipeline=pipeline,
+                setup=self._setup,
+                preload=preload or pipeline is not None,
+                stuck_s=options.limits.stuck_s,
+                silence_s=DRIVER_LEASE_S if self._network.has_leases else None,
+            )
             self._runtime = Runtime(
                 self._engine,
-                options.pipeline,
                 IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,
                 self._network,
-                preload=preload or options.pipeline is not None,
+                setups,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close)
         return self._runtime
@@ -123,6 +136,21 @@ class FleetRunner:
         if self._runtime is not None:
             self._runtime = None
             self._finalizer()
+
+
+def _check_decorators(func: Any) -> None:
+    """Refuse those of trackers that keep what can't be sent, or make a run of each of its runs."""
+    while func is not None:
+        module = getattr(func, "__globals__", {}).get("__name__", "")
+        for tracker in ("mlflow", "wandb"):
+            if module.startswith(f"optuna_integration.{tracker}"):
+                raise FleetConfigError(
+                    f"The objective is decorated by `track_in_{tracker}()`, which would begin a "
+                    "run on each device of a trial, and after each move. Leave it out, and log as "
+                    f"docs/recipes.md does, 'MLflow' and 'Weights & Biases': one run per trial. "
+                    "The callback itself works, as `callbacks=`."
+                )
+        func = getattr(func, "__wrapped__", None)
 
 
 def _packed(func: Any, study: Any) -> bytes:

@@ -49,7 +49,8 @@ class ChunkError:
 class OpenPass:
     """A trainer begins to read an epoch at sample position ``start`` of the canonical order.
 
-    It ``continues`` if it will read the next epoch afterwards.
+    It ``continues`` if it will read the next epoch afterwards. It is part of a run, but for those
+    who read for nobody in particular.
     """
 
     pass_id: int
@@ -57,14 +58,15 @@ class OpenPass:
     epoch: int
     start: int
     continues: bool
+    run_id: int | None = None
 
 
 class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
-    ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches. A tuple,
-    as ``ChunkReady``: there are two of these messages per chunk and reader, and data classes take
-    long to unpickle.
+    ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches, and
+    ``num_consumed`` samples were used since it was last told. A tuple, as ``ChunkReady``: there
+    are two of these messages per chunk and reader, and data classes take long to unpickle.
     """
 
     pass_id: int
@@ -72,6 +74,7 @@ class Advance(NamedTuple):
     needed: tuple[int, ...] = ()
     ahead: tuple[int, ...] = ()
     released: tuple[int, ...] = ()
+    num_consumed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

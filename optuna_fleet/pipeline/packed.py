@@ -27,6 +27,8 @@ class PipelineSetup:
         is_adaptive: Run as many of them as are needed, not all.
         niceness: What is added to theirs, so that trials that compute on the CPU go first.
         settings: What the script's process is set to, which holds for them too.
+        num_alone: Most that work for each run, which shares nothing with others; None if all runs
+            share what is made.
     """
 
     payload: Payload | None
@@ -36,6 +38,7 @@ class PipelineSetup:
     is_adaptive: bool = False
     niceness: int = 0
     settings: Settings = field(default_factory=Settings)
+    num_alone: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class PackedPipeline:
     """What ``SharedPipeline.packed`` returns, see `PipelineSetup`.
 
     ``finishes`` are the elementwise ends that trainers may do, as bytes, by data set; there is no
-    ``num_preprocessors`` if the user gave none.
+    ``num_preprocessors`` if the user gave none, and no ``num_alone`` if trials share.
     """
 
     payload: Payload
@@ -51,6 +54,7 @@ class PackedPipeline:
     finishes: Mapping[str, bytes | None]
     wanted: Wanted
     num_preprocessors: int | None
+    num_alone: int | None = None
 
     def setup(
         self,
@@ -59,25 +63,29 @@ class PackedPipeline:
         is_adaptive: bool = False,
         niceness: int = 0,
         finish_on_device: bool = False,
+        num_slots: int = 1,
     ) -> PipelineSetup:
         """Returns what whoever serves the pipeline on some machine needs, see `PipelineSetup`.
 
         There are no more than ``default_preprocessors``, or, if ``is_adaptive``, as many of them
-        as are needed; if the user gave a number, there are so many. With ``finish_on_device``
-        trainers do the elementwise end of the preprocessing.
+        as are needed; if the user gave a number, there are so many. Where trials share nothing,
+        each of ``num_slots`` has its own. With ``finish_on_device`` trainers do the elementwise
+        end of the preprocessing.
         """
         spec = self.spec
         if finish_on_device:
             datasets = [replace(d, finish=self.finishes.get(d.name)) for d in spec.datasets]
             spec = replace(spec, datasets=tuple(datasets))
+        alone = num_slots * (self.num_alone or 0)
         return PipelineSetup(
             payload=self.payload,
             spec=spec,
             wanted=self.wanted,
-            num_preprocessors=self.num_preprocessors or default_preprocessors,
-            is_adaptive=is_adaptive and self.num_preprocessors is None,
+            num_preprocessors=alone or self.num_preprocessors or default_preprocessors,
+            is_adaptive=is_adaptive and self.num_preprocessors is None and not alone,
             niceness=niceness,
             settings=settings_here(),
+            num_alone=self.num_alone,
         )
 
 

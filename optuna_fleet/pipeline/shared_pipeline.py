@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
-from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
+from optuna_fleet.pipeline.exchange.plan import scheme_of
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.packed import PackedPipeline, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import payload
@@ -66,8 +67,8 @@ class SharedPipeline:
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
-            ("local"), all ("all-shared"), the first ("single-broadcast") or some
-            ("multi-broadcast").
+            ("local"), all ("all-shared"), the first ("single-broadcast"), the first p
+            ("multi-broadcast:p") or half of them ("multi-broadcast").
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
@@ -86,6 +87,7 @@ class SharedPipeline:
     """
 
     _session: Session | None = None
+    _num_alone: int | None = None
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class SharedPipeline:
         finish: Stage | Mapping[str, Stage] | None = None,
         batched: bool | Collection[str] = False,
         on_error: OnError = "raise",
-        exchange: Scheme = "all-shared",
+        exchange: str = "all-shared",
         shuffled: Collection[str] | None = None,
         sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
         weights: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
@@ -136,7 +138,7 @@ class SharedPipeline:
         self.seed = operator.index(seed)
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
         check_choice("on_error", on_error, ("raise", "skip"))
-        check_choice("exchange", exchange, SCHEMES)
+        scheme_of(exchange)  # checks it
         self.exchange = exchange
         self._on_error = on_error
         self._wanted = Wanted(
@@ -202,7 +204,15 @@ class SharedPipeline:
             },
             wanted=self._wanted,
             num_preprocessors=self.num_preprocessors,
+            num_alone=self._num_alone,
         )
+
+    def unshared(self, num_preprocessors: int) -> SharedPipeline:
+        """Returns the same data, which so many preprocessors make for each trial alone."""
+        alone = copy.copy(self)
+        alone._num_alone, alone.exchange = num_preprocessors, "local"
+        alone._wanted = replace(self._wanted, decoded_bytes=0)
+        return alone
 
     def spec(self) -> PipelineSpec:
         """Returns the description of the data sets, as far as no sample has to be read for it."""

@@ -26,12 +26,26 @@ OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
 
 
+class EpochKey(NamedTuple):
+    """Names an epoch of a data set as it is made for all, or for one ``owner`` alone."""
+
+    name: str
+    epoch: int
+    owner: int | None = None
+
+
 class ChunkKey(NamedTuple):
     """Names one chunk: a contiguous range of the canonical order of an epoch of a data set."""
 
     name: str
     epoch: int
     chunk: int
+    owner: int | None = None
+
+    @property
+    def of_epoch(self) -> EpochKey:
+        """What it is a part of."""
+        return EpochKey(self.name, self.epoch, self.owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,12 +102,12 @@ class PipelineStats:
 
     Attributes:
         preprocessed: Samples preprocessed, repetitions included.
-        consumed: Samples that trials consumed, as reported at the end of each pass.
+        consumed: Samples that trials consumed, as reported with each chunk.
         busy_s: Seconds preprocessors spent on chunks, summed over them.
         waited_s: Seconds trainers waited for data, summed over them.
         resident_bytes: Bytes of the chunks in memory now.
         peak_bytes: The most that it has been, on any one node.
-        num_dropped: Chunks dropped to make room.
+        num_dropped: Chunks dropped to make room, or as nobody would come to them.
         num_lost: Preprocessors that died.
         repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
         num_loaded: Samples whose beginning came from the decoded store.

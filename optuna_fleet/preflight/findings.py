@@ -26,13 +26,14 @@ class Findings:
 
     Attributes:
         of: As given.
+        path: Likewise.
         all: They; grows.
     """
 
     def __init__(self, of: str, path: Path | None = None) -> None:
         self.all: list[Finding] = []
         self.of = of
-        self._path = path
+        self.path = path
         self._kept: list[Finding] = []  # for good
         if of and path is not None:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -43,11 +44,11 @@ class Findings:
     def keep(self, found: Finding, *, for_good: bool) -> None:
         """Keep one more, for later processes too if it is `for_good`."""
         self.all.append(found)
-        if not for_good or not self.of or self._path is None:
+        if not for_good or not self.of or self.path is None:
             return
         self._kept.append(found)
         kept = {"of": self.of, "findings": [_plain(one) for one in self._kept]}
-        with contextlib.suppress(OSError), replacing(self._path) as file:  # else it is made again
+        with contextlib.suppress(OSError), replacing(self.path) as file:  # else it is made again
             file.write(json.dumps(kept, indent=1).encode())
 
 

@@ -22,6 +22,7 @@ from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Notes, Recorder
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
+from optuna_fleet.preflight.rehearsals import ENVIRONMENT
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death, die_with
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured
@@ -29,6 +30,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.moves.leaving import Held
 from optuna_fleet.trainer.objective import LoadedObjective
+from optuna_fleet.trainer.prepared import OPTIONS
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.training import Training
@@ -69,9 +71,11 @@ class Scene:
         torch.set_num_threads(1)  # others would not be there in forks
         self.order = order
         self.noise = QuietNoise()
-        self.data = Data(order.spec, order, self.noise) if order.spec else None
-        self._loaded = LoadedObjective(order.num_threads, has_gpu=False, resolve=_Missing)
+        self._loaded = LoadedObjective(
+            order.num_threads, has_gpu=False, resolve=_Missing, variables=ENVIRONMENT
+        )
         self._loaded.of(self.run(0, None))
+        self.data = Data(order.spec, order, self.noise) if order.spec else None
 
     def run(self, number: int, held: int | None) -> RunTrial:
         """What a driver would say to begin a leg with."""
@@ -200,12 +204,13 @@ class RehearsedTrial(FleetTrial):
         """See `FleetTrial`."""
         return True
 
-    def prepare(self, *objects: Any, **bounds: Any) -> Any:
+    def prepare(self, *objects: Any, **named: Any) -> Any:
         """See `FleetTrial`; it is on one device too, as the model need not train for long."""
-        for thing in objects:
+        named = {name: thing for name, thing in named.items() if name not in OPTIONS}
+        for thing in (*objects, *named.values()):
             if isinstance(thing, nn.Module) and self._order.is_double:
                 thing.double()
-        return super().prepare(*objects)
+        return super().prepare(*objects, **named)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
         """See `FleetTrial`."""

@@ -26,7 +26,7 @@ from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 _TICK_S = 1.0
 _GRACE_S = 5.0  # for ranks whose peer has failed
 _NICENESS = 5  # trials go first
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHDYNAMO_DISABLE": "1",
@@ -39,7 +39,11 @@ _ENVIRONMENT = {
     "SWANLAB_MODE": "disabled",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
+    # MLflow can't be told to keep nothing, and makes this folder if it is used.
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_TRACKING_URI": f"file://{tempfile.gettempdir()}/optuna-fleet-preflight-mlflow",
 }
+"""What rehearsals find in their environment, whatever the script has there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +74,7 @@ class Rehearsals:
         self._store: StoreReady | None = None
         self._store_socket: socket.socket | None = None
         self._num_groups = 0
-        # MLflow can't be told to keep nothing, and makes this folder if it is used.
-        folder = os.path.join(tempfile.gettempdir(), "optuna-fleet-preflight-mlflow")
-        os.environ.update(_ENVIRONMENT, MLFLOW_TRACKING_URI=f"file://{folder}")
+        os.environ.update(ENVIRONMENT)
         if (compiler := sys.modules.get("torch._dynamo")) is not None:
             compiler.config.disable = True
         os.nice(_NICENESS)

@@ -28,7 +28,7 @@ from optuna_fleet.preflight.rehearsals import Rehearsals
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count
-from optuna_fleet.settings import settings_here
+from optuna_fleet.settings import Settings, settings_here
 from optuna_fleet.wire.node_messages import KeepObjective
 from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
 from optuna_fleet.wire.unpicklable import explained, variable
@@ -90,6 +90,7 @@ class Checker:
         *,
         facts: Mapping[str, Any] | None = None,
         directions: Sequence[StudyDirection] = (StudyDirection.MINIMIZE,),
+        setup: bytes = b"",
         seed: int = 0,
     ) -> Verdict:
         """Check an objective.
@@ -100,13 +101,14 @@ class Checker:
             params: What is suggested to it; None for what is drawn at random.
             facts: What it may ask its study for, by name.
             directions: Of the study.
+            setup: See `Settings`.
             seed: As of `FleetExecutor`.
 
         Raises:
             FleetConfigError: The objective, or its data, can't be sent to other processes.
             LaunchError: Processes can't be started.
         """
-        with _kept(objective) as objective_at:
+        with _kept(objective, settings_here(setup)) as objective_at:
             order = Order(
                 objective_at=objective_at,
                 objective_id=0,
@@ -158,7 +160,7 @@ def maximize(directions: Sequence[StudyDirection]) -> bool | None:
 
 
 @contextmanager
-def _kept(objective: Any) -> Iterator[str]:
+def _kept(objective: Any, settings: Settings) -> Iterator[str]:
     """Yield where an objective is in memory, as long as the block lasts."""
     try:
         packed = pack_objective(objective, {})
@@ -168,7 +170,7 @@ def _kept(objective: Any) -> Iterator[str]:
         raise FleetConfigError(
             f"The objective can't be sent to other processes: {reason}"
         ) from error
-    kept = KeepObjective(objective_id=0, objective=packed, settings=settings_here())
+    kept = KeepObjective(objective_id=0, objective=packed, settings=settings)
     descriptor = os.memfd_create("objective")
     try:
         with open(descriptor, "wb", closefd=False) as file:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from optuna_fleet.events import PreprocessingMeasured
 from optuna_fleet.replay.workload import Rules, SimulatedTrial
 
 
@@ -48,6 +49,7 @@ class SimulatedRun:
     pace: float
     since_s: float
     round: int
+    samples_before: float
     waits: bool = False
     version: int = 0
     flotilla: tuple[int, int] | None = None
@@ -67,6 +69,13 @@ class SimulatedRun:
         trial = self.progress.trial
         target = (self.progress.epochs_done + 1) * trial.samples_per_epoch
         return self.since_s + (target - self.progress.samples) / self.pace
+
+
+def capacity(flights: Iterable[SimulatedRun], made_per_s: float) -> PreprocessingMeasured:
+    """What a sweep would measure, whose trials share what is made: see `Capacity`."""
+    paces = [flight.pace for flight in flights]
+    busy_share = max(paces, default=0.0) / made_per_s
+    return PreprocessingMeasured(samples_per_s=sum(paces) / busy_share if busy_share else None)
 
 
 def charge_start(
@@ -105,7 +114,7 @@ def charge_loss(progress: Progress, left: Mapping[str, int], rules: Rules) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One run that has ended."""
+    """One run that has ended; `samples` are net of what its start and its losses cost."""
 
     number: int
     devices: tuple[int, ...]
@@ -113,6 +122,7 @@ class Span:
     end_s: float
     round: int
     has_returned: bool
+    samples: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +158,7 @@ class Totals:
                 end_s=now,
                 round=flight.round,
                 has_returned=flight.progress.ended_s is not None,
+                samples=flight.progress.samples - flight.samples_before,
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ def common_report(outcome: Outcome) -> dict[str, Any]:
     """What every report has.
 
     Returns:
-        `makespan_s`; `trials` that ended; `rescales`; `decisions`; `idle_s` and `waiting_s`, mean
-        seconds per device that was there; `solver_s` (median, p99, max), the only wall times.
+        `makespan_s`; `trials` that ended; `rescales`; `rounds`, plans that were carried out;
+        `decisions`; `idle_s` and `waiting_s`, mean seconds per device that was there; `solver_s`
+        (median, p99, max, total), the only wall times.
     """
     totals = outcome.totals
     ended = [p for p in outcome.trials.values() if p.ended_s is not None]
@@ -26,6 +27,7 @@ def common_report(outcome: Outcome) -> dict[str, Any]:
         "makespan_s": outcome.end_s,
         "trials": len(ended),
         "rescales": sum(p.rescales for p in outcome.trials.values()),
+        "rounds": max((span.round for span in totals.spans), default=0),
         "decisions": len(totals.solve_s),
         "idle_s": (present - busy) / devices,
         "waiting_s": totals.waited_s / devices,
@@ -34,12 +36,13 @@ def common_report(outcome: Outcome) -> dict[str, Any]:
 
 
 def solver_times(totals: Totals) -> dict[str, float]:
-    """Median, 99th percentile and maximum wall time of a decision, in seconds."""
+    """Median, 99th percentile and maximum wall time of a decision, and of all, in seconds."""
     times = totals.solve_s or [0.0]
     return {
         "median": float(np.median(times)),
         "p99": float(np.quantile(times, 0.99)),
         "max": float(np.max(times)),
+        "total": float(np.sum(times)),
     }
 
 
@@ -69,6 +72,33 @@ def utilisation(
     return node_s / (mean_nodes * seconds)
 
 
+_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "policy": lambda report: report["policy"],
+    "makespan_s": lambda report: report["makespan_s"],
+    "ratio_to_bound": lambda report: report.get("ratio_to_bound"),
+    "speedup_over_baseline": lambda report: report.get("speedup_over_baseline"),
+    "utilisation": lambda report: report.get("utilisation"),
+    "trials": lambda report: report["trials"],
+    "rounds": lambda report: report["rounds"],
+    "decisions": lambda report: report["decisions"],
+    "waiting_and_idle_s": lambda report: report["waiting_s"] + report["idle_s"],
+    "solver_s.total": lambda report: report["solver_s"]["total"],
+}
+
+
+def rows(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """A table of policies, line by line: what all reports have of the columns."""
+    titles: list[str] = []
+    for report in reports:
+        cells = {title: cell for title, of in _COLUMNS.items() if (cell := of(report)) is not None}
+        if not titles:
+            titles = list(cells)
+            yield "  ".join(f"{title:<11}" for title in titles)
+        shown = [_shown(cells.get(title, "-")) for title in titles]
+        widths = (max(11, len(title)) for title in titles)
+        yield "  ".join(f"{text:<{width}}" for text, width in zip(shown, widths, strict=True))
+
+
 def lines(report: dict[str, Any], prefix: str = "") -> list[str]:
     """The report as aligned lines of text."""
     text = []
@@ -76,6 +106,9 @@ def lines(report: dict[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, dict):
             text += lines(value, prefix=f"{prefix}{name}.")
         else:
-            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            text.append(f"{prefix + name:<28} {shown}")
+            text.append(f"{prefix + name:<28} {_shown(value)}")
     return text
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from optuna_fleet.alloc import Allocator, ElasticAllocator, EqualSplitAllocator
+from optuna_fleet.alloc import Allocator, EqualSplitAllocator
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.deciding.trials import PolicyRules
-from optuna_fleet.policies import policy_of
+from optuna_fleet.policies import POLICIES, Policy, policy_of
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.simulation import Outcome, Simulation
@@ -28,7 +26,7 @@ class EnsembleScenario:
         num_devices: Devices of the fleet, or of each device type; a trial flies on one type at a
             time.
         devices_per_node: Of each node but the last one of a type, which may have fewer.
-        policy: A name of `POLICIES`.
+        policy: A name of `POLICIES`, or one of them with options of its own.
         seed: Of random orders and of the noise.
         noise: Standard deviation of the logarithm of (believed / true) rates.
         widest_known: Rates on more devices than this are estimated until a trial first flies on
@@ -44,7 +42,7 @@ class EnsembleScenario:
     trials: Sequence[SimulatedTrial]
     num_devices: int | Mapping[str, int]
     devices_per_node: int = 4
-    policy: str = "elastic"
+    policy: str | Policy = "elastic"
     seed: int = 0
     noise: float = 0.0
     widest_known: int | None = None
@@ -91,7 +89,7 @@ def simulation_report(
     """What came of it, beside the baseline and the lower bound."""
     bound_s = lower_bound_s(run.trials, run.num_devices)
     return {
-        "policy": run.policy,
+        "policy": _name_of(run.policy),
         "devices": run.num_devices if isinstance(run.num_devices, int) else {**run.num_devices},
         "seed": run.seed,
         **common_report(outcome),
@@ -109,10 +107,8 @@ class TraceScenario:
     Attributes:
         trace: The nodes.
         trials: In order of submission.
+        policy: One that decides at each event: a name of `POLICIES`, or one of them with options.
         max_trials: P_jmax, trials at once, first come first served.
-        forward_looking_s: T_fwd.
-        objective: What "elastic" maximises over that time; or "makespan", as `policies.Elastic`
-            does by default.
         events: When to decide: also as trials end ("completions"), or only as nodes come and go.
         published_heuristic: The equal split as published, with its flaw.
         to_the_end: Go through the trace again until all trials have ended.
@@ -120,10 +116,8 @@ class TraceScenario:
 
     trace: NodeTrace
     trials: Sequence[SimulatedTrial]
-    policy: Literal["elastic", "equal-split"] = "elastic"
+    policy: str | Policy = "elastic"
     max_trials: int = 10
-    forward_looking_s: float = 120.0
-    objective: Literal["makespan", "throughput", "scaling-efficiency"] = "throughput"
     events: Literal["completions", "nodes-only"] = "completions"
     published_heuristic: bool = False
     to_the_end: bool = False
@@ -132,20 +126,24 @@ class TraceScenario:
         """Simulate.
 
         Raises:
-            FleetConfigError: It is to go on to the end, but a trial never has nodes enough.
+            FleetConfigError: It is to go on to the end, but a trial never has nodes enough; or the
+                policy does not decide at each event.
         """
         self._check_end()
-        policy = PolicyRules(
-            paradigm="elastic",
-            rate_spread=math.inf,
-            max_trials=self.max_trials,
-            lookahead=self.max_trials,
-            moves_within_epochs=True,
-        )
+        named = policy_of(self.policy)
+        if named.paradigm != "elastic":
+            raise FleetConfigError(
+                f"`policy` is {_name_of(named)!r}, but nodes that come and go need one that "
+                "decides at each event: 'elastic', 'equal-split', or any with paradigm 'elastic'."
+            )
+        policy = named.rules(max_trials=self.max_trials, lookahead=self.max_trials)
+        allocator = named.new_allocator(seed=0)
+        if self.published_heuristic:
+            allocator = EqualSplitAllocator(published=True)
         fleet = self.trace.fleet()
         profiles = believed_profiles(self.trials, fleet.kinds)
-        rules = Rules(cost="old rate", seen_at=self.events)
-        simulation = Simulation(fleet, self.trials, policy, self._allocator(), profiles, rules)
+        rules = Rules(cost="old rate", seen_at=self.events, coupled=named.is_coupled)
+        simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
         until_s = None if self.to_the_end else self.trace.end_s
         return simulation.run(self.trace.changes(repeats=self.to_the_end), until_s)
 
@@ -157,11 +155,6 @@ class TraceScenario:
                 f"{most} are idle at once."
             )
 
-    def _allocator(self) -> Allocator:
-        if self.policy == "equal-split":
-            return EqualSplitAllocator(published=self.published_heuristic)
-        return ElasticAllocator(objective=self.objective, forward_looking_s=self.forward_looking_s)
-
 
 def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
     """What came of it, with BFTrainer's measures."""
@@ -170,7 +163,7 @@ def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
     nodes = run.trace.mean_nodes(seconds)
     events = int((run.trace.time_s <= outcome.end_s).sum())
     report = {
-        "policy": run.policy,
+        "policy": _name_of(run.policy),
         **common_report(outcome),
         "mean_nodes": nodes,
         "events": events,
@@ -186,3 +179,8 @@ def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
 def _idle_share(outcome: Outcome) -> float:
     present = sum(outcome.totals.present_s.values())
     return 1 - sum(outcome.totals.busy_s.values()) / present if present else 0.0
+
+
+def _name_of(policy: str | Policy) -> str:
+    kinds = {kind: name for name, kind in POLICIES.items()}
+    return policy if isinstance(policy, str) else kinds.get(type(policy), type(policy).__name__)

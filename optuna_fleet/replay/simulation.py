@@ -6,6 +6,7 @@ It does what driver, trainers and cluster do in a real sweep, with a clock of it
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,6 @@ from optuna_fleet.events import (
     Instruction,
     Interrupt,
     Launch,
-    Model,
     PlanDecided,
     ProposalDelayed,
     ProposalsExhausted,
@@ -54,7 +54,14 @@ from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.preflight.verdict import Finding
-from optuna_fleet.replay.progress import Progress, SimulatedRun, Totals, charge_loss, charge_start
+from optuna_fleet.replay.progress import (
+    Progress,
+    SimulatedRun,
+    Totals,
+    capacity,
+    charge_loss,
+    charge_start,
+)
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.resources import Fleet
 
@@ -102,6 +109,8 @@ class Simulation:
         self._trials = trials
         self._probes = policy.lookahead == 0  # as in a real sweep
         self._rules = rules
+        made_per_s = rules.preprocess_samples_per_s or math.inf
+        self._fastest = made_per_s / (len(fleet) if policy.own_preprocessors else 1)
         self._now = 0.0
         self._next_trial = 0
         self._progress: dict[int, Progress] = {}
@@ -177,6 +186,8 @@ class Simulation:
             self._see(self._ranks_ended(flight, Ending.RETURNED))
         else:
             flight.waits = True
+            if made_per_s := self._rules.preprocess_samples_per_s:
+                self._events.append(capacity(self._flights.values(), made_per_s))
             self._events += _end_of_epoch(flight)
 
     def _see(self, events: tuple[Event, ...]) -> None:
@@ -203,7 +214,7 @@ class Simulation:
         self._next_trial += 1
         self._progress[number] = Progress(trial=trial)
         to_come = len(self._trials) - self._next_trial
-        model = None if self._probes else _model_of(trial)
+        model = None if self._probes else trial.model
         return (TrialProposed(number=number, model=model, num_to_come=to_come),)
 
     # -- what to do -------------------------------------------------------------------------------
@@ -269,11 +280,7 @@ class Simulation:
     def _launch(self, launch: Launch) -> None:
         progress = self._progress[launch.number]
         num_by_kind = self._num_by_kind(launch.devices)
-        charge_start(progress, num_by_kind, self._now, self._rules)
         rate = progress.trial.rate_on(num_by_kind)
-        if progress.begun_s is None:
-            progress.begun_s = self._now
-        progress.num_by_kind = num_by_kind
         flight = SimulatedRun(
             run_id=launch.run_id,
             number=launch.number,
@@ -281,11 +288,16 @@ class Simulation:
             progress=progress,
             launched_s=self._now,
             rate=rate,
-            pace=rate,
+            pace=min(rate, self._fastest),
             since_s=self._now,
             round=launch.round,
+            samples_before=progress.samples,
             flotilla=self._flotilla_of.get(launch.number),
         )
+        charge_start(progress, num_by_kind, self._now, self._rules)
+        if progress.begun_s is None:
+            progress.begun_s = self._now
+        progress.num_by_kind = num_by_kind
         self._flights[launch.run_id] = flight
         if launch.measure:
             measured_s = self._now + self._rules.profile_samples / rate
@@ -293,7 +305,7 @@ class Simulation:
         self._go_on(flight)
         self._couple(flight.flotilla)
         if launch.probe:
-            reached = DataRequested(run_id=launch.run_id, model=_model_of(progress.trial))
+            reached = DataRequested(run_id=launch.run_id, model=progress.trial.model)
             too_few = len(launch.devices) < progress.trial.min_devices
             ended = self._ranks_ended(flight, Ending.YIELDED) if too_few else ()
             self._events += [reached, *ended]
@@ -346,7 +358,7 @@ class Simulation:
         if not self._rules.coupled or flotilla is None:
             return
         members = [f for f in self._flights.values() if f.flotilla == flotilla]
-        pace = min((f.rate for f in members), default=0.0)
+        pace = min([self._fastest, *(f.rate for f in members)])
         for flight in members:
             if flight.pace != pace:
                 waits = flight.waits
@@ -381,19 +393,4 @@ def _end_of_epoch(flight: SimulatedRun) -> tuple[Event, ...]:
             converged=False,
             predicted_epochs=progress.trial.predicted_epochs,
         ),
-    )
-
-
-def _model_of(trial: SimulatedTrial) -> Model:
-    return Model(
-        structure=trial.name,
-        resumable=True,
-        min_devices=trial.min_devices,
-        max_devices=len(trial.rates),
-        samples_per_epoch=trial.samples_per_epoch,
-        max_epochs=trial.max_epochs,
-        rescale_up_s=trial.rescale_up_s,
-        rescale_down_s=trial.rescale_down_s,
-        spans_types=trial.spans_types,
-        traits=trial.traits,
     )

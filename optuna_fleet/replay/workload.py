@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, RateProfile, profile_key
+from optuna_fleet.events import Model
 
 _BATCH_SIZE = 32  # of FLEET's networks
 
@@ -62,6 +63,22 @@ class SimulatedTrial:
         return sum(n / m * self.rates_on(kind)[m - 1] for kind, n in num_by_kind.items())
 
     @property
+    def model(self) -> Model:
+        """What the controller is told of it."""
+        return Model(
+            structure=self.name,
+            resumable=True,
+            min_devices=self.min_devices,
+            max_devices=len(self.rates),
+            samples_per_epoch=self.samples_per_epoch,
+            max_epochs=self.max_epochs,
+            rescale_up_s=self.rescale_up_s,
+            rescale_down_s=self.rescale_down_s,
+            spans_types=self.spans_types,
+            traits=self.traits,
+        )
+
+    @property
     def work(self) -> float:
         """Samples it trains in all."""
         return self.epochs * self.samples_per_epoch
@@ -91,6 +108,9 @@ class Rules:
             samples until it is measured.
         decision_s: Seconds from when a plan is asked for until it is there; trials at the end of
             an epoch wait for it.
+        preprocess_samples_per_s: What the preprocessors of the fleet make; None for any amount. No
+            trial advances faster: all share what is made. Where each has preprocessors of its own,
+            no faster than its device's part.
         check_s: Seconds that a pre-flight check takes on its device.
         check_share: The part of the devices' time that checks may take.
     """
@@ -100,6 +120,7 @@ class Rules:
     seen_at: Literal["completions", "nodes-only"] = "completions"
     profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
     decision_s: float = 0.0
+    preprocess_samples_per_s: float | None = None
     check_s: float = 3.0
     check_share: float = 0.02
 

@@ -24,11 +24,11 @@ class Loop:
 
     study: optuna.Study = field(kw_only=False)
     n_trials: int | None
-    timeout: float | None
-    catch: tuple[type[Exception], ...]
-    callbacks: Iterable[Callback] | None
-    gc_after_trial: bool
-    show_progress_bar: bool
+    timeout: float | None = None
+    catch: tuple[type[Exception], ...] = ()
+    callbacks: Iterable[Callback] | None = None
+    gc_after_trial: bool = False
+    show_progress_bar: bool = False
     storage_patience_s: float = 300.0
     folder: StudyFolder | None = None
     lock: FolderLock | None = None

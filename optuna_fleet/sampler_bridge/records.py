@@ -51,7 +51,8 @@ class Decision:
         moves: Number of trials that it moved.
         allocator: Who made it.
         reason: Why, in words.
-        status: The solver's status.
+        solver: Who solved it; empty if nobody had to.
+        status: How that ended.
         gap: The solver's relative gap; None if it gave none.
         solve_time_s: What it took.
     """
@@ -64,6 +65,7 @@ class Decision:
     status: str
     gap: float | None
     solve_time_s: float
+    solver: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,10 @@ _TOO_LARGE = (
     "If the model is too large for a device, trial.pipeline() trains it in stages on several; if "
     "its batches are, trial.prepare(..., min_devices=2) gives each device a part of them."
 )
+_NO_TERMINAL = (
+    "A debugger has no terminal in a trainer, which is another process: "
+    'FleetExecutor(..., cluster="inline") runs trials one by one in your own, under your debugger.'
+)
 # With what its frames hold: to free pinned memory while the GPU has failed aborts the process.
 _kept: list[BaseException] = []
 
@@ -258,12 +262,15 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
 def _explained(raised: BaseException, training: Training | None) -> BaseException:
     """The exception, whose traceback begins in the objective where it comes from there.
 
-    A model too large for a device, or what is left of a script for ``torchrun``, says what to do.
+    A debugger, a model too large for a device, or what is left of a script for ``torchrun``, says
+    what to do.
     """
     trace = raised.__traceback__
     while trace and trace.tb_next and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next
     raised.with_traceback(trace)
+    if type(raised).__name__ == "BdbQuit":
+        raised.args = (_NO_TERMINAL,)
     is_whole = training is None or training.in_stages is None
     if is_whole and isinstance(raised, RuntimeError) and is_out_of_memory(raised):
         raised.args = (f"{raised} {_TOO_LARGE}",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from optuna_fleet.exceptions import FleetError
@@ -20,20 +20,28 @@ class LoadedObjective:
         num_threads: The slot's share of the node's cores.
         has_gpu: Whether the process has one.
         resolve: Gives what stands for the study or storage that the objective refers to.
+        variables: Those of the environment that this process has of its own.
     """
 
-    def __init__(self, num_threads: int, *, has_gpu: bool, resolve: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        *,
+        has_gpu: bool,
+        resolve: Callable[[str], Any],
+        variables: Collection[str] = (),
+    ) -> None:
         self._num_threads = num_threads
         self._resolve = resolve
         self._objectives: dict[int, Any] = {}
         self._settings = Settings()
-        self._adoption = Adoption(has_gpu=has_gpu)
+        self._adoption = Adoption(has_gpu=has_gpu, variables=variables)
 
     def of(self, run: RunTrial) -> Any:
         """The objective, with the settings of its script in force.
 
         Raises:
-            FleetError: It can't be loaded here.
+            FleetError: It can't be loaded here, or what is to be done before.
         """
         if run.objective_id not in self._objectives:
             with open(run.objective_at, "rb") as file:
@@ -43,6 +51,7 @@ class LoadedObjective:
         packed = self._objectives[run.objective_id]
         if isinstance(packed, bytes):
             self._adoption.own_filters()
+            self._adoption.set_up(self._settings)
             try:
                 self._objectives[run.objective_id] = unpack_objective(packed, self._resolve)
             except Exception as error:

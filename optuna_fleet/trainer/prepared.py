@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from optuna_fleet.arguments import check_that, is_a
+from optuna_fleet.arguments import check_that, did_you_mean, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.states import begin_with
 from optuna_fleet.trainer.gradients import batchnorm
@@ -17,6 +17,9 @@ from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.virtual_workers.engine.whole import are_in_stages
+
+OPTIONS = ("min_devices", "max_devices", "kind")
+"""Keywords of `FleetTrial.prepare` that are no objects."""
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
@@ -61,11 +64,14 @@ class Prepared:
             }
         )
 
-    def add(self, objects: Sequence[Any], kind: str | None = None) -> None:
+    def add(
+        self, objects: Sequence[Any], named: Mapping[str, Any], kind: str | None = None
+    ) -> None:
         """Take more of them.
 
         Args:
             objects: They.
+            named: More of them, as the user calls them.
             kind: Of trials that are alike, as the user calls it.
 
         Raises:
@@ -74,28 +80,31 @@ class Prepared:
         """
         check_that("kind", kind, is_a(str), "be a word, as 'resnet'", optional=True)
         self._kind = kind or self._kind
+        called = [*("" for _ in objects), *named]
+        objects = [*objects, *named.values()]
         if not objects:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
         for thing in objects:  # before any optimizer's state is made to follow them
             if isinstance(thing, torch.nn.Module):
                 thing.to(self._parts.device)
-        for thing in objects:
-            self._check(thing)
-            is_restored = self._state.add(thing)
+        for thing, name in zip(objects, called, strict=True):
+            self._check(thing, name)
+            is_restored = self._state.add(thing, name)
             if isinstance(thing, torch.nn.Module):
                 self._add_module(thing, is_same=is_restored)
 
-    def _check(self, thing: Any) -> None:
+    def _check(self, thing: Any, name: str) -> None:
         has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
         if isinstance(thing, type) or not has_state:
             kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-            hint = ""
+            hint = did_you_mean(name, OPTIONS).removesuffix("?")
+            what = f" as `{name}`" if name else ""
             if isinstance(thing, (list, tuple, dict)):
                 hint = ": each by itself, as in trial.prepare(model, optimizer)"
             elif isinstance(thing, torch.utils.data.DataLoader):
                 hint = "; batches come from trial.batches(name, batch_size=...)"
             raise FleetConfigError(
-                f"trial.prepare() was given a `{kind}`, but takes {_TAKES}{hint}."
+                f"trial.prepare() was given a `{kind}`{what}, but takes {_TAKES}{hint}."
             )
         if isinstance(thing, torch.nn.Module):
             _check_initialised(thing)

@@ -23,6 +23,7 @@ from optuna_fleet.trainer.checkpoints.states import (
     restore_into,
     restore_remainder,
     state_of,
+    uncompiled,
 )
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients import collectives
@@ -65,6 +66,7 @@ class TrainingState:
         self._totals = totals
         self._steps = steps
         self._net = net
+        self._called: list[str] = []
         self._names: list[frozenset[str]] = []  # in modules, where the loop began
         self._saved: Checkpoint | None = None
         self._is_restored = False
@@ -122,6 +124,7 @@ class TrainingState:
             state=self.user,
             history=dict(self._session.reports.values),
             modules=[i for i, o in enumerate(self.objects) if _holds_module(o)],
+            names=self._called,
             remainder=remainder_of(self.objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
             **where,
@@ -153,9 +156,16 @@ class TrainingState:
         self.user.update(copy.deepcopy(saved.state))
         self._session.reports.begin_with(saved.history)
 
-    def add(self, thing: Any) -> bool:
-        """An object was prepared; return whether it was restored, as on all ranks."""
+    def add(self, thing: Any, name: str = "") -> bool:
+        """An object was prepared; return whether it was restored, as on all ranks.
+
+        Args:
+            thing: It.
+            name: What the user calls it, if he does.
+        """
         self.objects.append(thing)
+        with uncompiled(thing) as own:
+            self._called.append(name or type(own).__name__)
         if self._saved is not None:
             return self._restore(thing, len(self.objects) - 1, self._saved)
         if isinstance(thing, torch.optim.Optimizer) and thing.state:

@@ -74,7 +74,7 @@ class Steps:
         if not modules:  # it trains by itself, on one device
             return
         name = type(optimizer).__name__
-        if not any(thing is optimizer for thing in self._objects):
+        if not any(thing is optimizer or _saves(thing, optimizer) for thing in self._objects):
             self._warn(
                 f"The objective trains with an optimizer ({name}) that was not given to "
                 "trial.prepare(): its state (momentum, steps) is lost when the trial moves or "
@@ -90,3 +90,18 @@ class Steps:
                 "train them on its part of the batches only. Make them part of a module and "
                 "prepare it."
             )
+
+
+def _saves(thing: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has the optimizer in it, and its state in its own: Lookahead does, for one.
+
+    A scheduler has it without.
+    """
+    has_it = any(part is optimizer for part in getattr(thing, "__dict__", {}).values())
+    return has_it and _has_groups(thing.state_dict())
+
+
+def _has_groups(state: Any) -> bool:
+    return isinstance(state, dict) and (
+        "param_groups" in state or any(map(_has_groups, state.values()))
+    )

@@ -201,15 +201,17 @@ class Training:
         min_devices: int | None = None,
         max_devices: int | None = None,
         kind: str | None = None,
+        **named: Any,
     ) -> Any:
         """See `FleetTrial.prepare`."""
+        everything = (*objects, *named.values())
         if self.in_stages is not None:
-            self.in_stages.check_beside(objects)
+            self.in_stages.check_beside(everything)
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
             self._widths.bound(Bounds.checked(min_devices, most, self._run))
-        self._prepared.add(objects, kind)
-        return objects[0] if len(objects) == 1 else objects
+        self._prepared.add(objects, named, kind)
+        return everything[0] if len(everything) == 1 else everything
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
         """See `FleetTrial.pipeline`."""

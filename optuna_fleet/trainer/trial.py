@@ -168,6 +168,7 @@ class FleetTrial(RemoteTrial):
         min_devices: int | None = None,
         max_devices: int | None = None,
         kind: str | None = None,
+        **named: Any,
     ) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.
 
@@ -184,6 +185,8 @@ class FleetTrial(RemoteTrial):
             kind: What the trial is, in a word: all trials of one kind are checked once, by one
                 of them. None to tell kinds by the choices that were suggested, and by the types
                 of what is prepared.
+            named: More objects, under the names by which `load_best_model` finds them:
+                ``trial.prepare(model, optimizer, ema=ema)``.
 
         Returns:
             The same objects in the same order (one alone as itself); none is wrapped.
@@ -193,7 +196,7 @@ class FleetTrial(RemoteTrial):
                 `min_devices`.
         """
         bounds = {"min_devices": min_devices, "max_devices": max_devices}
-        return self._training.prepare(*objects, **bounds, kind=kind)
+        return self._training.prepare(*objects, **bounds, kind=kind, **named)
 
     def pipeline(
         self,
@@ -201,10 +204,11 @@ class FleetTrial(RemoteTrial):
         optimizer: torch.optim.Optimizer,
         loss: Callable[[Any, Any], torch.Tensor],
         *,
-        in_flight: int = 4,
+        in_flight: int | None = None,
         flush: bool = True,
         clock_distance: int | None = None,
         virtual_workers: int | None = None,
+        layout: str | None = None,
         max_grad_norm: float | None = None,
         memory_bytes: float | None = None,
         min_devices: int | None = None,
@@ -219,10 +223,12 @@ class FleetTrial(RemoteTrial):
             model: Its layers in their order; what one returns is what the next one gets.
             optimizer: Of the model's parameters; it must treat them one by one.
             loss: From the model's output and the targets to the mean over the samples.
-            in_flight: Parts of a batch (BatchNorm sees parts); without flushes, batches in flight.
+            in_flight: Parts of a batch (BatchNorm sees parts), or without flushes batches in
+                flight; default 4. With a clock distance as many as help, if memory allows.
             flush: Without, no device waits, but batches lack ``in_flight - 1`` updates; SGD only.
             clock_distance: Waves that several pipelines may be apart; implies no flushes.
             virtual_workers: How many share each batch at most; default: those that are fastest.
+            layout: Which devices become one of these: "NP", "ED", "HD", "ED-local" (HetPipe).
             max_grad_norm: To clip the norm of all gradients.
             memory_bytes: Of a device; default: what is free on a GPU, no limit on a CPU.
             min_devices: As in `prepare`.
@@ -237,6 +243,7 @@ class FleetTrial(RemoteTrial):
             flush=flush,
             clock_distance=clock_distance,
             virtual_workers=virtual_workers,
+            layout=layout,
             max_grad_norm=max_grad_norm,
             memory_bytes=memory_bytes,
             min_devices=min_devices,

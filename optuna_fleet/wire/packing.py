@@ -29,13 +29,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     ``torch.ops``), functions that pybind11 made (``torch._C``), cached properties (for their lock)
     and functions that torch compiles (for what torch keeps with them); it refers to functions with
     a cache by name, as if their script could be imported; and from 3.1.3 on it drops the names of
-    files, which tracebacks, warnings and `inspect.getsource` (so `torch.jit.script`) need.
+    files, which tracebacks, warnings and `inspect.getsource` (so `torch.jit.script`) need. And it
+    sends all of a text file that is open for reading, as one in memory.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         """See `pickle.Pickler.reducer_override`."""
         if isinstance(obj, types.ModuleType):
             return _module_reduction(obj)
+        if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
+            raise TypeError("cannot pickle an open file")
         if isinstance(obj, types.CodeType):
             make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
             return make, tuple(obj.co_filename if p == "<dynamic-code>" else p for p in parts)

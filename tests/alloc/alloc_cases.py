@@ -1,12 +1,12 @@
-"""Problems for the allocation tests: FLEET's example, strategies, the optimum by brute force."""
+"""Problems for the allocation tests: FLEET's example, the optimum by brute force."""
 
 import itertools
 import math
-from dataclasses import replace
 
-from hypothesis import strategies as st
+from optuna_fleet.alloc import AllocationProblem, Candidate, MipAllocator
+from tests.behaviour.allocation import problems, ruled_problems
 
-from optuna_fleet.alloc import AllocationProblem, Candidate, MipAllocator, RateProfile
+__all__ = ["problems", "ruled_problems"]
 
 SLIDE_RATES = {  # FLEET's slides 27-30
     1: (100.0, 190.0, 270.0, 350.0),
@@ -23,66 +23,6 @@ def slide_problem(**changes):
 
 def counts(plan):
     return {number: len(a.devices) for number, a in plan.assignments.items()}
-
-
-@st.composite
-def nodes_strategy(draw, max_devices):
-    sizes = draw(st.lists(st.sampled_from([4, 3, 2, 1, 0]), min_size=2, max_size=4))
-    total = min(sum(sizes), max_devices)
-    indices = iter(draw(st.permutations(range(total + 3)))[:total])
-    return tuple(tuple(itertools.islice(indices, size)) for size in sizes)
-
-
-@st.composite
-def rate_curves(draw, max_devices):
-    if draw(st.booleans()):  # anything goes
-        rates = draw(st.lists(st.integers(10, 400), min_size=1, max_size=max_devices))
-        return tuple(map(float, rates))
-    profile = RateProfile(structure="s", measured={1: float(draw(st.integers(10, 400)))})
-    return profile.rates(max_devices, draw(st.floats(0.7, 1.0)))
-
-
-@st.composite
-def problems(draw, max_candidates=6, max_devices=10, pinning=True):
-    nodes = draw(nodes_strategy(max_devices))
-    free = [device for node in nodes for device in node]
-    candidates = []
-    for number in draw(
-        st.lists(st.integers(0, 40), min_size=2, max_size=max_candidates, unique=True)
-    ):
-        rates = draw(rate_curves(max_devices))
-        min_devices = draw(st.integers(1, min(2, len(rates))))
-        flying = draw(st.integers(0, min(3, len(rates), len(free))))
-        flying = flying if flying >= min_devices else 0
-        candidates.append(
-            Candidate(
-                number=number,
-                rates=rates,
-                devices=tuple(free.pop() for _ in range(flying)),
-                min_devices=min_devices,
-                max_devices=draw(st.none() | st.integers(max(min_devices, flying), 8)),
-                waited_rounds=draw(st.integers(0, 3)),
-                epochs_done=draw(st.integers(0, 2)),
-                movable=not (pinning and flying and draw(st.booleans())),
-            )
-        )
-    spread = draw(st.sampled_from([1.0, 1.3, 2.0, 8.0, math.inf]))
-    return AllocationProblem(
-        candidates=tuple(candidates), nodes=nodes, rate_spread=spread, time_limit_s=20.0
-    )
-
-
-@st.composite
-def ruled_problems(draw, **limits):
-    """Problems with phases, a capacity that binds or is too small, and lost devices."""
-    problem = draw(problems(**limits))
-    lost = draw(st.sets(st.sampled_from(problem.devices), max_size=2)) if problem.devices else ()
-    return replace(
-        problem,
-        nodes=tuple(tuple(d for d in node if d not in lost) for node in problem.nodes),
-        phases=draw(st.booleans()),
-        preprocess_samples_per_s=draw(st.none() | st.integers(5, 900).map(float)),
-    )
 
 
 def best_objective(problem):

@@ -28,6 +28,7 @@ from optuna_fleet.alloc import (
 )
 from optuna_fleet.alloc.fluid import fluid_optimum, fluid_seconds
 from optuna_fleet.alloc.problem import SEVERAL
+from tests.behaviour.allocation import mixed_problems
 
 ALLOCATORS = [
     ByKind(inner=ElasticAllocator()),
@@ -41,41 +42,6 @@ ALLOCATORS = [
     ByKind(inner=SingleDeviceAllocator()),
 ]
 every_allocator = pytest.mark.parametrize("allocator", ALLOCATORS, ids=repr)
-
-
-@st.composite
-def mixed_problems(draw, **limits):
-    """Problems whose nodes are of up to three types; some trials can fly on several at once."""
-    problem = draw(ruled_problems(**limits))
-    kinds = tuple(draw(st.sampled_from("abc")) for _ in problem.nodes)
-    kind_of = {d: k for k, node in zip(kinds, problem.nodes, strict=True) for d in node}
-    costs = st.sampled_from([0.0, 1.0, 50.0])
-    candidates = []
-    for c in problem.candidates:
-        factors = {k: draw(st.sampled_from([0.5, 1.0, 3.0])) for k in "abc"}
-        rates = {k: tuple(f * r for r in c.rates) for k, f in factors.items()}
-        here = [kind_of[d] for d in c.devices if d in kind_of]
-        least, devices = c.min_devices, c.devices
-        if draw(st.booleans()):
-            rates[SEVERAL] = tuple(1.5 * r for r in c.rates)
-            least = draw(st.integers(least, c.widest))
-            devices = devices if len(devices) >= least else ()
-        else:
-            devices = tuple(d for d in devices if kind_of.get(d) in (None, *here[:1]))
-        now = {kind_of[d] for d in devices if d in kind_of}
-        candidates.append(
-            replace(
-                c,
-                rates=rates[SEVERAL if len(now) > 1 else min(now, default="a")],
-                rates_by_kind=rates,
-                devices=devices,
-                min_devices=least,
-                movable=c.movable or not devices,
-                rescale_up_s=draw(costs),
-                rescale_down_s=draw(costs),
-            )
-        )
-    return replace(problem, candidates=tuple(candidates), kinds=kinds)
 
 
 @every_allocator

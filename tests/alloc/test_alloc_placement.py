@@ -1,12 +1,12 @@
 import itertools
 
 import pytest
-from alloc_cases import nodes_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.alloc import placement
 from optuna_fleet.alloc.placement import fleet_score, place
+from tests.behaviour.allocation import nodes_strategy
 
 FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 

@@ -401,12 +401,51 @@ def trains_a_bare_parameter(trial: Any) -> float:
     return 0.0
 
 
+class Lookahead:
+    """Steps another optimizer, and saves its state."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, saves: bool = True) -> None:
+        self.inner = inner
+        self.saves = saves
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"k": 5, "base": self.inner.state_dict()} if self.saves else {"k": 5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.saves:
+            self.inner.load_state_dict(state["base"])
+
+
+def steps_by_a_wrapper(trial: Any, *, saves: bool = True) -> float:
+    model = small_model()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), saves=saves)
+    trial.prepare(model, optimizer)
+    for images, labels in trial.batches("train_odd", batch_size=10):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    trial.set_user_attr("seen", 0)
+    return 0.0
+
+
+def steps_by_a_forgetful_wrapper(trial: Any) -> float:
+    return steps_by_a_wrapper(trial, saves=False)
+
+
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
         (forgets_the_optimizer, ["(SGD) that was not given to trial.prepare()"]),
         (trains_a_bare_parameter, ["trains 1 parameters (SGD) of no module"]),
         (evaluates_first, []),
+        (steps_by_a_wrapper, []),
+        (steps_by_a_forgetful_wrapper, ["(SGD) that was not given to trial.prepare()"]),
     ],
 )
 def test_what_trains_but_was_not_prepared_is_told_once(

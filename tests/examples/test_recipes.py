@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import tests.fleets
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
 from tests.fleets import Leg, Noise, fleet_of, small_model
 
 TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
@@ -44,25 +44,6 @@ def evaluate(trial: Any, model: Any) -> float:
     return tests.fleets.evaluate(trial, model, loss) / 20
 
 
-class SummaryWriter:
-    """Writes as TensorBoard's does, in lines."""
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.path = Path(folder) / "events"
-        self.write(["purge", purge_step])
-
-    def write(self, line: list[Any]) -> None:
-        with self.path.open("a") as file:
-            print(json.dumps(line), file=file)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.write([tag, value, step])
-
-    def flush(self) -> None:
-        pass
-
-
 def recipe(title: str, **names: Any) -> dict[str, Any]:
     """The names that the code of a section defines."""
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M)
@@ -77,7 +58,6 @@ def recipe(title: str, **names: Any) -> dict[str, Any]:
         "step": step,
         "evaluate": evaluate,
         "SharedPipeline": SharedPipeline,
-        "SummaryWriter": SummaryWriter,
         **names,
     }
     exec("\n".join(blocks), found)
@@ -166,18 +146,69 @@ def test_a_stream_is_written_once(tmp_path: Path) -> None:
     assert of_stream.user_attrs["losses"] == pytest.approx(losses, rel=1e-10)
 
 
+MOVES = (Leg((0, 1), 2), Leg((1,)))  # whose rank 0 is another process
+
+
 def test_what_a_writer_shows_after_a_move(fleet: Any, tmp_path: Path) -> None:
-    objective = recipe("A TensorBoard writer", FOLDER=str(tmp_path))["objective"]
-    reported = flown(fleet, objective, Leg((0, 1), 2), Leg((2, 0)))
-    shown: dict[int, float] = {}
-    for line in (tmp_path / "0" / "events").read_text().splitlines():
-        match json.loads(line):
-            case ["purge", purged]:
-                shown = {at: value for at, value in shown.items() if at < purged}
-            case ["loss", value, at]:
-                assert at not in shown  # by one process only
-                shown[at] = value
-    assert list(shown.values()) == reported
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    names = {"FOLDER": str(tmp_path), "SummaryWriter": SummaryWriter}
+    objective = recipe("A TensorBoard writer", **names)["objective"]
+    reported = flown(fleet, objective, *MOVES)
+    shown = EventAccumulator(str(tmp_path / "0")).Reload().Scalars("loss")
+    assert [event.step for event in shown] == [0, 1, 2, 3]  # by one process only
+    assert [event.value for event in shown] == pytest.approx(reported, rel=1e-6)
+
+
+def test_mlflow_has_one_run_for_a_trial_that_moves(
+    fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow  # here, as not each worker of the tests needs it
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"file://{tmp_path}/runs")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    objective = recipe("MLflow", mlflow=mlflow, nullcontext=nullcontext)["objective"]
+    reported = flown(fleet, objective, *MOVES)
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    logged = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in logged] == list(enumerate(reported))
+
+
+def test_wandb_has_one_run_for_a_trial_that_moves(
+    fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    objective = recipe("Weights & Biases", wandb=wandb, nullcontext=nullcontext)["objective"]
+    assert len(flown(fleet, objective, *MOVES)) == 4
+    files = [path.stem for path in tmp_path.rglob("*.wandb")]
+    assert len(files) == 2  # before the move, and after
+    assert len(set(files)) == 1  # of one run
+
+
+@pytest.mark.filterwarnings("ignore:.*Callback has been deprecated")
+@pytest.mark.filterwarnings("ignore:.* is experimental")
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_decorators_of_trackers_are_refused_by_the_name_of_their_recipe(
+    fleet: Any, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optuna_integration
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    callbacks = {"mlflow": "MLflowCallback", "wandb": "WeightsAndBiasesCallback"}
+    callback = getattr(optuna_integration, callbacks[tracker])()
+    decorated = getattr(callback, f"track_in_{tracker}")()(lambda trial: 0.0)
+    study = optuna.create_study()
+    with pytest.raises(FleetConfigError, match=rf"track_in_{tracker}.*docs/recipes\.md"):
+        study.optimize(decorated, n_trials=1, executor=fleet)
+    assert {"## MLflow", "## Weights & Biases"} <= set(TEXT.splitlines())
+    assert study.trials == []
 
 
 def test_a_model_of_another_library(fleet: Any) -> None:

@@ -23,10 +23,11 @@ import pytest
 from numpy.testing import assert_allclose
 
 from optuna_fleet import JoinCluster, Limits, LocalCluster
+from optuna_fleet.executor import fleet_runner
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.local import AgentProcess
-from optuna_fleet.executor.fleet import agents, runtime
+from optuna_fleet.executor.fleet import agents
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.wire.invitation import Invitation
 from tests import leftovers
@@ -186,7 +187,7 @@ def test_faults_of_nodes_change_no_result_and_leave_nothing(
     undisturbed: list[Any],
 ) -> None:
     monkeypatch.setattr(agents, "LEASE_S", 6.0)
-    monkeypatch.setattr(runtime, "DRIVER_LEASE_S", 4.0)
+    monkeypatch.setattr(fleet_runner, "DRIVER_LEASE_S", 4.0)
     file = tmp_path / "join"
     join = kind == "join"
     cluster = JoinCluster(file=file, host="127.0.0.1") if join else LocalCluster(nodes=3)

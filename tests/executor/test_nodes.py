@@ -17,8 +17,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 from optuna_fleet import FleetConfigError, FleetExecutor, JoinCluster, LocalCluster
+from optuna_fleet.executor import fleet_runner
 from optuna_fleet.executor.cluster.join import JoinEngine
-from optuna_fleet.executor.fleet import agents, runtime
+from optuna_fleet.executor.fleet import agents
 from optuna_fleet.wire.invitation import Invitation
 from tests.fleets import Leg, fleet_of, train
 from tests.nursery import Forked, Nursery
@@ -103,7 +104,7 @@ def test_a_node_that_freezes_is_lost_and_its_processes_end_when_it_thaws(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(agents, "LEASE_S", 6.0)
-    monkeypatch.setattr(runtime, "DRIVER_LEASE_S", 4.0)
+    monkeypatch.setattr(fleet_runner, "DRIVER_LEASE_S", 4.0)
     frozen: list[int] = []
     with joined(nursery, tmp_path / "join", "b") as here:
         first = here.agents["b"]

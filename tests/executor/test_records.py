@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import optuna
 import pytest
 
-from optuna_fleet import FleetExecutor
+from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.events import DeviceGone, DeviceJoined, DeviceLost, MoveMeasured
 from optuna_fleet.executor.call.tally import DeviceLog, Moves, Tally
 from optuna_fleet.resources import Device
@@ -46,6 +47,31 @@ def test_flights_and_decisions_are_recorded(log: Any) -> None:
     assert "sharing factor" in lines[-1]
     assert "; solver " in lines[-1]
     assert repr(fleet.summary).split("\n  ") == lines[-1].removesuffix(".").split("; ")
+
+
+@pytest.mark.parametrize("multi_index", [False, True])
+def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path, multi_index: bool) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        trial.set_user_attr("mine", 1)
+        if trial.number == 1:
+            raise TrialError("of the fleet's own")
+        return trial.suggest_float("x", 0, 1)
+
+    def columns_of(study: optuna.Study, **attrs: Any) -> set[str]:
+        frame = study.trials_dataframe(multi_index=multi_index, **attrs)
+        return {name if isinstance(name, str) else "_".join(filter(None, name)) for name in frame}
+
+    studies = [optuna.create_study() for _ in range(2)]
+    for study in studies:
+        study.enqueue_trial({"x": 0.5})
+    with FleetExecutor(devices=1, device_type="cpu", checkpoints=tmp_path) as fleet:
+        studies[0].optimize(objective, n_trials=2, executor=fleet, catch=Exception)
+    studies[1].optimize(objective, n_trials=2, catch=Exception)
+    of_the_fleets, of_optuna = map(columns_of, studies)
+    assert of_the_fleets == of_optuna
+    assert {"params_x", "user_attrs_mine", "system_attrs_fixed_params"} <= of_the_fleets
+    asked = columns_of(studies[0], attrs=("number", "system_attrs"))
+    assert sum("optuna_fleet:" in name for name in asked) == 2
 
 
 def test_the_summary_counts(fleet: Any) -> None:

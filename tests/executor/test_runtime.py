@@ -50,6 +50,7 @@ from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import (
     AgentOptions,
     NodeSetup,
+    NodeSetups,
     machine,
     pipeline_setup,
 )
@@ -175,7 +176,7 @@ class FakeHub:
 def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
     network = Network(has_leases=has_leases)
-    return Runtime(engine, None, allocator, folder, Limits(), network, preload=False)
+    return Runtime(engine, allocator, folder, Limits(), network, NodeSetups())
 
 
 @pytest.fixture
@@ -599,10 +600,10 @@ def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
             join(runtime, name)
         trainer_ready(runtime)
         hear(runtime, PipelineReport(stats=stats, agent=agent(runtime)))
-    assert runtime.last_stats.preprocessed == 6
-    assert runtime.last_stats.resident_bytes == 5
-    assert runtime.last_stats.peak_bytes == 7  # of a node, not of what there was never at once
-    assert len(runtime._reports.last) == 1
+    assert runtime.reports.total.preprocessed == 6
+    assert runtime.reports.total.resident_bytes == 5
+    assert runtime.reports.total.peak_bytes == 7  # of a node, not of what there was never at once
+    assert len(runtime.reports.last) == 1
 
 
 def test_what_is_said_for_a_node_that_was_given_up_is_void(runtime: Runtime) -> None:

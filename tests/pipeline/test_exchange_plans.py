@@ -107,6 +107,23 @@ def test_a_broadcast_that_is_wanted_is_that_of_half_of_the_nodes():
     assert agents["a2"][-1].makers == {"a0", "a1"}
 
 
-def test_a_scheme_that_there_is_not():
-    with pytest.raises(FleetConfigError, match="exchange"):
-        SharedPipeline(train=[1, 2, 3], exchange="all")
+@pytest.mark.parametrize(("given", "makers"), [("1", "0"), ("3", "012"), ("900", "0123")])
+def test_how_many_nodes_broadcast_can_be_given(given, makers):
+    sharing, agents = joined(f"multi-broadcast:{given}", 4)
+    for peer in peers(4):
+        sharing.ready(peer)
+    assert agents["a3"][-1].makers == {f"a{number}" for number in makers}
+    owners = {sharing.plan.owner(ChunkKey("train", 0, chunk)).agent for chunk in range(200)}
+    assert owners == {f"a{number}" for number in makers}
+    sharing.left("a0")  # the next one makes in its place
+    now = {f"a{int(number) + 1}" for number in makers} & {"a1", "a2", "a3"}
+    assert agents["a3"][-1].makers == now
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    ["all", *(f"multi-broadcast:{p}" for p in ("", 0, -1, 2.5, "9" * 5000)), "local:2", 4, None],
+)
+def test_a_scheme_that_there_is_not(exchange):
+    with pytest.raises(FleetConfigError, match=r"`exchange` is .*, but must"):
+        SharedPipeline(train=[1, 2, 3], exchange=exchange)

@@ -12,7 +12,7 @@ from optuna_fleet.pipeline.messages import ChunkError, ChunkFailed, ChunkReady, 
 from optuna_fleet.pipeline.server.allocator import PAGE, Allocator, Space
 from optuna_fleet.pipeline.server.epochs import Order
 from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 ERROR = ChunkError(summary="broken")
 REFUSAL = [("a", ChunkFailed(pass_id=0, chunk=0, error=ERROR))]
@@ -315,6 +315,10 @@ def test_repeated_death_over_a_chunk_is_a_failure():
     assert store.assign() is None
 
 
+def key_of(place, chunk) -> ChunkKey:
+    return ChunkKey(place.name, place.epoch, chunk, place.owner)
+
+
 class AnySequence(RuleBasedStateMachine):
     """Any events in any order; the model only knows what the instructions said."""
 
@@ -323,7 +327,7 @@ class AnySequence(RuleBasedStateMachine):
         self.store = make_store(budget=7, window=2, disk=2)
         self.number = 0
         self.recalled = set()
-        self.passes = {}  # id -> (name, epoch)
+        self.passes = {}  # id -> (name, epoch, owner)
         self.cursors = {}
         self.wanted = {}  # (pass, key) -> urgent
         self.held = set()  # (pass, key)
@@ -336,13 +340,13 @@ class AnySequence(RuleBasedStateMachine):
         for number, message in told(self.store):
             match message:
                 case ChunkReady(chunk=chunk):
-                    key = ChunkKey(*self.passes[number], chunk)
+                    key = key_of(self.passes[number], chunk)
                     assert self.resident[key][0] == message.address
                     self.resident[key] = message.address, message.nbytes
                     self.wanted.pop((number, key), None)
                     self.held.add((number, key))
                 case ChunkFailed(chunk=chunk):
-                    key = ChunkKey(*self.passes[number], chunk)
+                    key = key_of(self.passes[number], chunk)
                     self.failed.add(key)
                     del self.wanted[number, key]
                 case ReleaseChunks():
@@ -364,18 +368,24 @@ class AnySequence(RuleBasedStateMachine):
     def pick(self, data, items):
         return data.draw(st.sampled_from(sorted(items, key=repr)))
 
-    @rule(name=st.sampled_from(["train", "val"]), epoch=st.integers(0, 1), chunk=st.integers(0, 3))
-    def open_pass(self, name, epoch, chunk):
+    @rule(
+        name=st.sampled_from(["train", "val"]),
+        epoch=st.integers(0, 1),
+        owner=st.sampled_from([None, None, 1, 2]),
+        chunk=st.integers(0, 3),
+    )
+    def open_pass(self, name, epoch, owner, chunk):
         self.number += 1
-        self.passes[self.number] = (name, epoch if name == "train" else 0)
+        place = EpochKey(name, epoch if name == "train" else 0, owner)
+        self.passes[self.number] = place
         self.cursors[self.number] = chunk
-        self.store.open_pass((self.number, 0), *self.passes[self.number], chunk)
+        self.store.open_pass((self.number, 0), *place[:2], chunk, owner=owner)
 
     @precondition(lambda self: self.passes)
     @rule(data=st.data(), chunk=st.integers(0, 3), urgent=st.booleans())
     def request(self, data, chunk, urgent):
         pass_id = self.pick(data, self.passes)
-        key = ChunkKey(*self.passes[pass_id], chunk)
+        key = key_of(self.passes[pass_id], chunk)
         if (pass_id, key) not in self.held:
             self.wanted[pass_id, key] = urgent or self.wanted.get((pass_id, key), False)
             self.failed.discard(key)
@@ -410,14 +420,19 @@ class AnySequence(RuleBasedStateMachine):
         self.see_what_went()
 
     def see_what_went(self):
-        """Chunks where they may not be any more go as soon as nobody holds them."""
+        """Chunks where they may not be any more go as soon as nobody holds them.
+
+        And those that were made for one alone, as soon as it reads the epoch no more.
+        """
         held = {key for _, key in self.held}
         there = {
             epoch.key(chunk) for epoch in self.store._epochs.values() for chunk in epoch.chunks
         }
         for key in self.resident.keys() - there:
             assert key not in held
-            assert not self.store.space.has(*self.resident.pop(key))
+            place = self.resident.pop(key)
+            is_over = key.owner is not None and key.of_epoch not in self.passes.values()
+            assert is_over or not self.store.space.has(*place)
 
     @rule(times=st.integers(1, 4))
     def assign(self, times):
@@ -471,19 +486,19 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def the_nearest_absent_chunk_is_found(self):
         # A failure is forgotten with the epoch: when nobody reads it and nothing of it is left.
-        self.failed = {key for key in self.failed if key[:2] in self.store._epochs}
+        self.failed = {key for key in self.failed if key.of_epoch in self.store._epochs}
         known = {*self.resident, *self.producing, *self.failed}
         absent = [
             (ahead, number)
             for number, place in self.passes.items()
             for ahead in range(2)
             if (chunk := self.cursors[number] + ahead) < NUM_CHUNKS
-            and ChunkKey(*place, chunk) not in known
+            and key_of(place, chunk) not in known
         ]
         wanted = None
         if absent:
             ahead, number = min(absent)
-            wanted = ChunkKey(*self.passes[number], self.cursors[number] + ahead)
+            wanted = key_of(self.passes[number], self.cursors[number] + ahead)
         assert self.store._lookahead.next() == wanted
 
     def teardown(self):

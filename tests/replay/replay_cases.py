@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from optuna_fleet.alloc import AllocationProblem, Plan, validate
 from optuna_fleet.alloc.problem import Allocator
 from optuna_fleet.executor.deciding.trials import PolicyRules
@@ -153,5 +155,6 @@ def check_all_ended(outcome: Outcome, trials: Sequence[SimulatedTrial]) -> None:
         assert progress.ended_s == last.end_s <= outcome.end_s
         assert progress.epochs_done == progress.trial.epochs
         assert progress.samples == progress.trial.work
+        assert sum(s.samples for s in spans) == pytest.approx(progress.trial.work)
         assert progress.begun_s == min(s.start_s for s in spans)
         assert progress.begun_s >= progress.trial.submit_s

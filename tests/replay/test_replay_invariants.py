@@ -82,10 +82,14 @@ def allocator_of(policy):
     cost=st.sampled_from(["stall", "old rate"]),
     noise=st.sampled_from([0.0, 0.5]),
     max_trials=st.sampled_from([None, 2]),
+    made_per_s=st.sampled_from([None, 5.0, 60.0]),
 )
 def test_every_trial_ends_and_nothing_is_in_two_places(
-    policy, trials, changes, within_epochs, cost, noise, max_trials
+    policy, trials, changes, within_epochs, cost, noise, max_trials, made_per_s
 ):
+    rules = Rules(
+        coupled=POLICIES[policy].is_coupled, cost=cost, preprocess_samples_per_s=made_per_s
+    )
     outcome = simulate(
         trials,
         changes,
@@ -94,7 +98,7 @@ def test_every_trial_ends_and_nothing_is_in_two_places(
         noise=noise,
         policy=policy,
         rate_spread=None,
-        rules=Rules(coupled=POLICIES[policy].is_coupled, cost=cost),
+        rules=rules,
         moves_within_epochs=within_epochs,
         max_trials=max_trials,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from replay_cases import check_spans, comparable
 
+from optuna_fleet.policies import Elastic
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.scenarios import TraceScenario, trace_report
 from optuna_fleet.replay.trace import load_trace
@@ -32,7 +33,8 @@ def first_day():
 
 def day_run(**options):
     trials = load_jobs(FOLDER / "bftrainer_jobs.json", "hpo")
-    return TraceScenario(trace=first_day(), trials=trials, **options)
+    policy = Elastic(objective="throughput")
+    return TraceScenario(trace=first_day(), trials=trials, policy=policy, **options)
 
 
 def test_the_mean_number_of_idle_nodes_of_the_first_day():

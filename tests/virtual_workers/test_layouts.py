@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from optuna_fleet.virtual_workers.layouts.contention import best_partitions, partitions_under_load
 from optuna_fleet.virtual_workers.layouts.distribution import (
+    distributions,
     equal_distribution,
     hybrid_distribution,
     node_partition,
@@ -68,6 +69,26 @@ def test_the_papers_table_3():
     assert letters(node_partition(devices)) == ["VVVV", "RRRR", "GGGG", "QQQQ"]
     assert letters(equal_distribution(devices)) == ["VRGQ"] * 4
     assert sorted(letters(hybrid_distribution(devices, SPEEDS))) == ["RRGG"] * 2 + ["VVQQ"] * 2
+
+
+def shapes(*kinds, per_node=2, **options):
+    ways = distributions(nodes("".join(kinds), per_node), SPEEDS, **options)
+    return [(name, letters(workers)) for name, workers in ways]
+
+
+def test_a_layout_can_be_chosen():
+    assert shapes("VR", layout="NP") == [("NP", ["VV", "RR"])]
+    assert shapes("VRGQ", layout="HD") == [("HD", ["VQ", "VQ", "RG", "RG"])]
+    ed = [["VR", "VR"], ["VVRR"]]
+    for name in ("ED", "ED-local"):  # as many as a node has devices, or fewer for want of memory
+        assert shapes("VR", layout=name) == [(name, workers) for workers in ed]
+        assert shapes("VR", layout=name, most_workers=1) == [(name, ed[1])]
+    assert shapes("VR", layout="ED", most_workers=3)[0] == ("ED", ["VR", "V", "R"])
+
+
+def test_by_itself_the_number_is_tried_too():
+    assert [name for name, _ in shapes("VR")] == ["ED"] * 4 + ["NP", "HD"]
+    assert shapes("VR", most_workers=2) == shapes("VR", layout="ED")
 
 
 @given(

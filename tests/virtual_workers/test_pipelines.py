@@ -468,6 +468,15 @@ def steps_on_nothing(trial: Any) -> Any:
         (lambda trial: mse(trial, layers(), virtual_workers=5), "`in_flight` is 4"),
         (lambda trial: mse(trial, layers(), flush=False, virtual_workers=2), "`clock_distance`"),
         (
+            lambda trial: mse(trial, layers(), clock_distance=0, layout="PMP"),
+            "`layout` is .PMP., but must be",
+        ),
+        (lambda trial: mse(trial, layers(), layout="ED"), "say with `clock_distance` how many"),
+        (
+            lambda trial: mse(trial, layers(), clock_distance=0, layout="NP", virtual_workers=2),
+            "in the layout 'NP' their number follows from the nodes",
+        ),
+        (
             lambda trial: mse(trial, layers(), clock_distance=0, max_grad_norm=1.0),
             "given with `clock_distance`",
         ),

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from optuna_fleet.virtual_workers.engine.agreement import Statistics
+from optuna_fleet.virtual_workers.engine.blocks import blocks_of
 from optuna_fleet.virtual_workers.engine.costs import LayerCost, layer_costs, link_of
 from optuna_fleet.virtual_workers.engine.microbatches import microbatches
-from optuna_fleet.virtual_workers.engine.stage_placement import Demand, Ranks, blocks_of
+from optuna_fleet.virtual_workers.engine.stage_placement import Demand, Ranks, TooManyDevices
 from optuna_fleet.virtual_workers.engine.whole import part_of
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
 
@@ -244,6 +247,79 @@ def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
     assert len(large.ranks) == 1  # servers would take longer than the passes
     tight = several(None, memory_bytes=60.0).place([[LAYER] * 6] * 4)
     assert len(tight.ranks) == 2
+
+
+TWO_NODES = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("NP", [[0, 1], [2, 3]]), *((name, [[0, 2], [1, 3]]) for name in ("ED", "HD", "ED-local"))],
+)
+def test_the_layout_that_is_chosen_is_taken(layout: str, ranks: list[list[int]]) -> None:
+    placed = replace(several(None), layout=layout).place([[LAYER] * 6] * 4, TWO_NODES)
+    assert sorted(map(sorted, placed.ranks)) == ranks
+    assert placed.reason == ""
+
+
+def test_local_servers_take_fewer_virtual_workers_where_more_have_unlike_nodes() -> None:
+    on = Ranks(nodes=(0, 0, 1), memory_bytes=(1e9,) * 3)
+    placed = {
+        layout: replace(several(2), layout=layout).place([[LAYER] * 6] * 3, on)
+        for layout in ("ED", "ED-local")
+    }
+    assert [len(found.ranks) for found in placed.values()] == [2, 1]
+
+
+def test_local_servers_have_stages_cut_alike_whoever_is_slow_at_the_moment() -> None:
+    costs = [[LAYER] * 6, [SLOW] * 6, [LAYER] * 6, [LAYER] * 6]
+    placed = replace(several(None), layout="ED-local").place(costs, TWO_NODES)
+    assert len(placed.ranks) == 2
+    assert len(set(placed.cuts)) == 1
+    assert len({tuple(rank // 2 for rank in ranks) for ranks in placed.ranks}) == 1
+
+
+def test_a_virtual_worker_with_more_devices_than_layers_is_refused() -> None:
+    short = replace(several(None), blocks=(1, 2, 3), layout="NP")
+    with pytest.raises(TooManyDevices, match="more devices than parts of the model: 4"):
+        short.place([[LAYER] * 3] * 4)
+    assert len(short.place([[LAYER] * 3] * 4, TWO_NODES).ranks) == 2
+
+
+def most_in_flight(most: int | None, memory_bytes: float, devices: int = 4) -> int:
+    free = replace(several(most, memory_bytes=memory_bytes), in_flight=None)
+    placed = free.place([[LAYER] * 6] * devices)
+    assert placed.held == placed.in_flight
+    return placed.in_flight
+
+
+def test_as_many_minibatches_are_in_flight_as_help_and_fit() -> None:
+    assert most_in_flight(1, 1e9) == 4  # one for each stage
+    assert most_in_flight(2, 1e9) == 3  # 2k - 1: more would be held by no stage
+    assert most_in_flight(4, 1e9) == 1  # whole models
+    assert [most_in_flight(2, memory) for memory in (60.0, 35.0, 28.0)] == [2, 1, 1]
+    with pytest.raises(DoesNotFit):
+        most_in_flight(2, 20.0)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
+def test_how_many_are_in_flight_does_not_depend_on_times_if_memory_is_not_short(
+    paces: list[float],
+) -> None:
+    free = replace(several(2), in_flight=None)
+    costs = [
+        [replace(LAYER, forward_s=pace, backward_s=2 * pace, parameter_bytes=1e7)] * 6
+        for pace in paces
+    ]
+    assert free.place(costs).in_flight == 3
+
+
+def test_the_layout_that_comes_by_itself_is_told() -> None:
+    placed = replace(several(None), in_flight=None).place([[LAYER] * 6] * 4)
+    assert placed.is_free
+    assert "here 2 x 2 (ED; virtual workers x stages), with 3 in flight." in placed.reason
+    told = several(2).place([[LAYER] * 6] * 4)
+    assert (told.is_free, told.reason) == (False, "")
 
 
 def test_what_layers_cost_is_measured_without_a_trace() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch.func import functional_call
 
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.virtual_workers.wsp.turns import Pass
-from tests.fleets import Leg, run
+from tests.fleets import Leg, fleet_of, run
 
 LR, BATCH = 0.05, 10
 
@@ -187,6 +189,7 @@ def trains(
     trial.set_user_attr("found", found)
     trial.set_user_attr("losses", losses)
     trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
+    trial.set_user_attr("in_flight", pipeline.in_flight)
     return found
 
 
@@ -277,3 +280,65 @@ def test_what_has_no_memory_for_several_is_one_pipeline(fleet: Any) -> None:
     options = {**WAVES, "memory_bytes": 45_000}
     trial = run(fleet, functools.partial(trains, options=options), Leg((0, 1, 2, 3)))
     assert trial.user_attrs["layout"] == [1, 4]
+
+
+def test_in_flight_are_as_many_as_help_unless_it_is_told(fleet: Any) -> None:
+    options = {"clock_distance": 0, "virtual_workers": 2}
+    free = run(fleet, functools.partial(trains, options=options), Leg((0, 1, 2, 3)))
+    told = run(fleet, functools.partial(trains, options=WAVES), Leg((0, 1, 2, 3)))
+    assert free.user_attrs["in_flight"] == 3
+    assert result(free) == result(told)
+
+
+@pytest.mark.parametrize(
+    ("layout", "found", "in_flight"),
+    [("NP", [1, 4], 4), ("ED", [4, 1], 1), ("ED-local", [4, 1], 1)],
+)
+def test_a_layout_can_be_chosen(
+    fleet: Any, log: Any, layout: str, found: list[int], in_flight: int
+) -> None:
+    options = {"clock_distance": 1, "layout": layout}
+    trial = run(fleet, functools.partial(trains, options=options), Leg((0, 1, 2, 3)))
+    assert (trial.user_attrs["layout"], trial.user_attrs["in_flight"]) == (found, in_flight)
+    assert result(trial)[0][-1] < result(trial)[0][0]
+    assert "takes the layout" not in log.getvalue()
+
+
+def on_two_nodes(trial: Any, *, layout: str) -> float:
+    """Ranks 0 and 1 on one, 2 and 3 on the other."""
+    platform.node = lambda: f"node{trial.rank // 2}"
+    model = layers()
+    optimizer = momentum(model.parameters())
+    given = {"clock_distance": 0, "layout": layout}
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **given)
+    losses: list[float] = []
+    for _ in trial.epochs(3):
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            pipeline.step(images, labels)
+        losses += [loss.item() for loss in pipeline.flush()]
+    placed = [[rank // 2 for rank in ranks] for ranks in pipeline._own.placed.placement.ranks]
+    trial.set_user_attr("nodes", sorted(map(sorted, placed)))
+    trial.set_user_attr("losses", losses)
+    return losses[-1]
+
+
+def test_on_several_nodes_a_layout_says_who_is_with_whom() -> None:
+    """With a clock distance of 0 the results are those of any other."""
+    losses = []
+    with fleet_of(devices=4) as own:  # its processes take themselves to be elsewhere
+        for layout in ("NP", "ED", "HD", "ED-local"):
+            objective = functools.partial(on_two_nodes, layout=layout)
+            trial = run(own, objective, Leg((0, 1, 2, 3)))
+            together = [[0, 0], [1, 1]] if layout == "NP" else [[0, 1], [0, 1]]
+            assert trial.user_attrs["nodes"] == together
+            losses.append(trial.user_attrs["losses"])
+    assert losses == losses[:1] * 4
+
+
+def test_what_a_clock_distance_alone_gave_is_told(fleet: Any, log: Any) -> None:
+    objective = functools.partial(trains, options={"clock_distance": 1})
+    trial = run(fleet, objective, Leg((0, 1, 2, 3), until_epoch=2), Leg((0,)))
+    said = [line for line in log.getvalue().splitlines() if "takes the layout" in line]
+    assert len(said) == 1  # and none for one device
+    assert re.search(r"here [1-4] x [1-4]( or [1-4])? \(ED; .* with \d in flight", said[0])
+    assert trial.user_attrs["layout"] == [1, 1]

@@ -16,6 +16,7 @@ from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
+from optuna_fleet.executor.call.summary import Solved
 from optuna_fleet.executor.deciding.controller import Controller
 
 
@@ -78,7 +79,9 @@ class Driver:
             self._events += parts.outcomes.propose(again=True)
         if self._deciding and allocator.is_answered():
             self._deciding = False
-            self._events.append(PlanDecided(plan=allocator.result()))
+            plan = allocator.result()
+            parts.tally.plans.append(Solved.of(plan))
+            self._events.append(PlanDecided(plan=plan))
         for device in parts.deadlines.take_expired():
             self._runtime.kill(device)
         parts.saves.save_within_epochs()

@@ -123,7 +123,7 @@ class Launcher:
             compat.fleet_logger.warning(
                 f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
                 "that is mended, it can't change its devices, and should its process die, it is "
-                "run again from its last good checkpoint."
+                "run again from its last good checkpoint, or without one from its beginning."
             )
 
     def trainer_died(self, device: int) -> None:

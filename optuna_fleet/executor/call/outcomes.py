@@ -61,9 +61,9 @@ class Outcomes:
         # Also where nothing was lost: its checkpoint may turn out to be damaged.
         self._ledger.note_restart(number)
         if run.cause:
-            fleet_logger.warning(
-                f"Trial {number}: {run.cause}. It is run again from its last checkpoint."
-            )
+            has_one = number in self._retention.folder.unfinished()
+            where = "last checkpoint." if has_one else "beginning: it had no checkpoint yet."
+            fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from its {where}")
         else:
             self._tally.rescales += 1
 
@@ -93,6 +93,7 @@ class Outcomes:
             status=plan.status,
             gap=plan.gap,
             solve_time_s=plan.solve_time_s,
+            solver=plan.solver,
         )
         self._tally.decisions.append(decision)
         self._ledger.records.decision(decision)

@@ -15,18 +15,26 @@ from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.runs import Job, RunRecord
 from optuna_fleet.executor.call.saves import Saves
 from optuna_fleet.executor.call.stop_lines import StopLines
+from optuna_fleet.executor.call.summary import counted
 from optuna_fleet.executor.call.tally import DeviceLog, PipelineLog, Tally
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings
+from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
+SILENT_S = 5.0
+"""A call that takes longer without a result says what is under way."""
+
 
 class Parts:
     """Those of one call. What is pure among them decides, the rest does.
+
+    Args:
+        began: When the call did, by the monotonic clock.
 
     Attributes:
         runtime: The fleet, which outlives the call.
@@ -42,6 +50,8 @@ class Parts:
         job: Job,
         retention: CheckpointRetention,
         findings: Findings,
+        *,
+        began: float,
     ) -> None:
         self.runtime = runtime
         self.ledger = ledger
@@ -50,7 +60,9 @@ class Parts:
         self.retention = retention
         self.runs: dict[int, RunRecord] = {}
         self.deadlines = Deadlines()
+        self._has_spoken = False
         self.tally = Tally(
+            began=began,
             devices=DeviceLog(ledger.records.devices),
             trials=ledger.ended,
             left_out=runtime.faults.reasons,
@@ -65,7 +77,7 @@ class Parts:
         self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.stop_lines.save)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(
-            ledger.records.pipeline_span, runtime.last_stats, time.time()
+            ledger.records.pipeline_span, runtime.reports.total, time.time()
         )
         self.call_log = CallLog.of(ledger, proposals)
         self.evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
@@ -74,6 +86,7 @@ class Parts:
         """Carry out a launch: tell the trainers; return what is news to the controller."""
         self.runs[what.launch.run_id].begin(what.launch)
         self.watchdog.launched(what.launch)
+        self.tally.launched()
         self.launcher.launch(what)
         return [] if what.saved is None else [what.saved]
 
@@ -91,3 +104,8 @@ class Parts:
         self.call_log.note(flying, self.proposals.unfinished(), self.proposals.num_asked)
         num_devices = sum(len(launch.devices) for launch in launches)
         self.ledger.show_under_way(len(flying), num_devices)
+        if flying and not self._has_spoken and self.tally.age_s >= SILENT_S:
+            self._has_spoken = True
+            if not self.ledger.ended:
+                on = f"{counted(len(flying), 'trial')} on {counted(num_devices, 'device')}"
+                fleet_logger.info(f"Under way: {on}. None has ended yet.")

@@ -17,6 +17,7 @@ from optuna_fleet.events import (
     GrowthExpected,
     MoveMeasured,
     MoveRefused,
+    PreprocessingMeasured,
     RankEnded,
     RateMeasured,
     RunFailed,
@@ -28,6 +29,7 @@ from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
 from optuna_fleet.executor.call.watchdog import Broken, Hung
+from optuna_fleet.executor.fleet.capacity import Capacity
 from optuna_fleet.executor.fleet.faults import NodeFaults
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
@@ -62,6 +64,7 @@ class Receiver:
         self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting)
         self._endings = Deadlines()  # of runs in which a rank has ended, or will
         self._node_faults = NodeFaults()
+        self._capacity = Capacity()
         self._may_grow = not parts.runtime.may_grow
 
     # -- messages ---------------------------------------------------------------------------------
@@ -127,7 +130,9 @@ class Receiver:
             case NodeLost():
                 return self._node_lost(message)
             case PipelineReport():
-                parts.pipeline_log.note(self._runtime.last_stats, time.time())
+                parts.pipeline_log.note(self._runtime.reports.total, time.time())
+                if self._capacity.heard(self._runtime.reports.last):
+                    return [PreprocessingMeasured(samples_per_s=self._capacity.samples_per_s)]
             case _:
                 parts.launcher.send_waiting()
         return []

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from optuna_fleet.alloc import Plan
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge.records import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """How a plan was made: fields of `optuna_fleet.alloc.Plan`."""
+
+    solver: str
+    status: str
+    gap: float | None
+    solve_time_s: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> Solved:
+        """What is kept of a plan."""
+        return cls(
+            solver=plan.solver, status=plan.status, gap=plan.gap, solve_time_s=plan.solve_time_s
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -19,13 +39,16 @@ class FleetSummary:
         num_nodes: Nodes they are on.
         there_s: Seconds each device was there.
         duration_s: Wall time of the call.
+        startup_s: Seconds of it before its first trial began: processes that start, and import.
         busy_s: Seconds each device had a run.
         waited_s: Seconds of these its run waited for data.
         probing_s: Seconds from the start of each trial's first run to its first request for data;
             0 for plain objectives.
         profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown
             away.
-        decisions: Every allocation, with its reason, solver status, gap and time.
+        decisions: Every allocation that moved a trial or began a round, with its reason, solver
+            status, gap and time.
+        plans: How every allocation was made, those included that changed nothing.
         rescales: How often a trial was moved to other devices.
         move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
             train. 0 if none was measured.
@@ -45,11 +68,13 @@ class FleetSummary:
     probing_s: float
     profiling_s: float
     decisions: tuple[Decision, ...]
+    plans: tuple[Solved, ...]
     rescales: int
     move_s: float
     pipeline: PipelineStats | None
     exchange: str = ""
     left_out: dict[str, str] = field(default_factory=dict)
+    startup_s: float = 0.0
 
     @property
     def preprocessed(self) -> int:
@@ -63,7 +88,7 @@ class FleetSummary:
 
     @property
     def sharing_factor(self) -> float:
-        """Samples consumed per sample preprocessed; 0 without a pipeline."""
+        """Samples consumed per sample preprocessed; 0 if none was: earlier calls had made all."""
         return self.consumed / self.preprocessed if self.preprocessed else 0.0
 
     @property
@@ -91,24 +116,29 @@ class FleetSummary:
     def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [there_s - self.busy_s.get(d, 0.0) for d, there_s in self.there_s.items()]
-        devices = _counted(self.num_devices, "device")
+        devices = counted(self.num_devices, "device")
         if self.num_nodes > 1:
             devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
-        rounds = f" in {_counted(len(self.decisions), 'round')}" if self.decisions else ""
+        rounds = f" in {counted(len(self.decisions), 'round')}" if self.decisions else ""
         yield (
-            f"Sweep of {_counted(sum(self.trials.values()), 'trial')} ({ended}) took "
+            f"Sweep of {counted(sum(self.trials.values()), 'trial')} ({ended}) took "
             f"{self.duration_s:.1f} s on {devices}{rounds}"
         )
         yield (
             f"a device was idle for {mean_of(idle):.1f} s and waited for data for "
             f"{mean_of(list(self.waited_s.values())):.1f} s on average"
         )
+        if self.startup_s >= 0.05:
+            yield f"the first trial began after {self.startup_s:.1f} s"
         yield f"probing took {self.probing_share:.1%} of device time"
         if self.rescales:
             yield f"moves to other devices: {self.rescales}, at {self.move_s:.1f} s each"
         if self.pipeline and self.consumed:
-            yield f"sharing factor {self.sharing_factor:.1f}"
-            yield _in_words(self.pipeline.use)
+            if self.preprocessed:
+                yield f"sharing factor {self.sharing_factor:.1f}"
+                yield _in_words(self.pipeline.use)
+            else:
+                yield f"all {self.consumed} samples were there from earlier calls"
             if self.pipeline.num_received:
                 yield (
                     f"{self.pipeline.num_received} of the samples came from other nodes "
@@ -118,9 +148,18 @@ class FleetSummary:
             yield trouble
         for name, why in self.left_out.items():
             yield f"{name} was left out: {why}"
-        if self.decisions:
-            solver_s = sum(decision.solve_time_s for decision in self.decisions)
-            yield f"solver {solver_s:.2f} s"
+        if self.plans:
+            yield _how_solved(self.plans)
+
+
+def _how_solved(plans: Sequence[Solved]) -> str:
+    """As "120 plans, 98 % by CBC, 4 ms each"."""
+    solvers = Counter(plan.solver for plan in plans if plan.solver)
+    by = "".join(f", {n / len(plans):.0%} by {name}" for name, n in solvers.items())
+    failed = sum(plan.status.startswith("fallback") for plan in plans)
+    without = f", {failed} by the fallback" if failed else ""
+    median_ms = 1e3 * statistics.median(plan.solve_time_s for plan in plans)
+    return f"{counted(len(plans), 'plan')}{by}{without}, {median_ms:.0f} ms each"
 
 
 def _in_words(use: PipelineUse) -> str:
@@ -147,7 +186,8 @@ def _trouble(stats: PipelineStats) -> str:
     return ", ".join(f"{what}: {number}" for what, number in counted.items() if number)
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """So many of them, in words."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from optuna_fleet.events import DeviceGone, DeviceJoined, Event
-from optuna_fleet.executor.call.summary import FleetSummary, mean_of
+from optuna_fleet.executor.call.summary import FleetSummary, Solved, mean_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import Decision, DeviceSpan, PipelineSpan
@@ -186,9 +186,16 @@ class Tally:
     probing_s: float = 0.0
     profiling_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
+    plans: list[Solved] = field(default_factory=list)
     rescales: int = 0
     moves: Moves = field(default_factory=Moves)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    startup_s: float | None = None
+
+    def launched(self) -> None:
+        """A trial begins."""
+        if self.startup_s is None:
+            self.startup_s = self.age_s
 
     def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
         """A rank was on a device for that long."""
@@ -196,6 +203,11 @@ class Tally:
         self.waited_s[device] += usage.data_wait_s
         self.probing_s += usage.probing_s if probe else 0.0
         self.profiling_s += usage.profiling_s
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self.began
 
     def summary(self, pipeline: PipelineStats | None, exchange: str = "") -> FleetSummary:
         """The summary of everything added, up to now."""
@@ -205,17 +217,19 @@ class Tally:
             num_devices=len(there_s),
             num_nodes=len({span.node for span in self.devices.spans}),
             there_s=there_s,
-            duration_s=time.monotonic() - self.began,
+            duration_s=self.age_s,
             busy_s=dict(self.busy_s),
             waited_s=dict(self.waited_s),
             probing_s=self.probing_s,
             profiling_s=self.profiling_s,
             decisions=tuple(self.decisions),
+            plans=tuple(self.plans),
             rescales=self.rescales,
             move_s=mean_of(self.moves.seconds),
             pipeline=pipeline,
             exchange=exchange,
             left_out=dict(self.left_out),
+            startup_s=self.startup_s or 0.0,
         )
 
 

@@ -17,6 +17,7 @@ from optuna_fleet.pipeline.packed import PackedPipeline, PipelineSetup
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining
+from optuna_fleet.workplace import Workplace, workplace_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,8 @@ class NodeSetup:
 
     Attributes:
         devices: Its devices, under their numbers in the fleet.
-        sys_path: Where the script's imports are found.
-        argv: The script's arguments.
-        cwd: The script's working directory.
-        needed: What of these is there on the driver's machine.
+        workplace: Where the script is at work.
+        needed: Folders of that which are there on the driver's machine.
         preload: Modules to import once for all trainers.
         threads_per_slot: What each trainer may compute with.
         pipeline: The data; None without.
@@ -66,9 +65,7 @@ class NodeSetup:
     """
 
     devices: tuple[Device, ...]
-    sys_path: tuple[str, ...]
-    argv: tuple[str, ...]
-    cwd: str
+    workplace: Workplace
     needed: tuple[str, ...]
     preload: tuple[str, ...]
     threads_per_slot: int
@@ -101,23 +98,23 @@ def machine() -> str:
 class NodeSetups:
     """What nodes are told that join a fleet; packs the data sets for the first of them."""
 
-    pipeline: SharedPipeline | None
-    preload: bool
-    private_folder: str | None
-    stuck_s: float | None
-    silence_s: float | None
+    pipeline: SharedPipeline | None = None
+    setup: bytes = b""
+    preload: bool = False
+    private_folder: str | None = None
+    stuck_s: float | None = None
+    silence_s: float | None = None
     _packed: PackedPipeline | None = None
 
     def of(self, node: AgentJoining, devices: tuple[Device, ...]) -> NodeSetup:
         """Returns what a node is told that joins with these devices."""
-        is_here = node.machine == machine()
+        is_here, workplace = node.machine == machine(), workplace_here()
+        folders = (workplace.folder, *workplace.sys_path)
         cores_left = node.cores - cores_set_aside(self.pipeline, devices, node.cores)
         return NodeSetup(
             devices=devices,
-            sys_path=tuple(sys.path),
-            argv=tuple(sys.argv),
-            cwd=(cwd := os.getcwd()),
-            needed=tuple(path for path in (cwd, *sys.path) if path and os.path.exists(path)),
+            workplace=workplace,
+            needed=tuple(path for path in folders if path and os.path.exists(path)),
             preload=modules_to_preload() if self.preload else (),
             threads_per_slot=max(1, cores_left // len(devices)),
             pipeline=self._pipeline_setup(devices, node.cores, is_here=is_here),
@@ -134,6 +131,7 @@ class NodeSetups:
             return None
         self._packed = self._packed or self.pipeline.packed()
         setup = pipeline_setup(self._packed, devices, cores)
+        setup = replace(setup, settings=replace(setup.settings, setup=self.setup))
         return setup if is_here else replace(setup, payload=None)
 
     def data_sets(self) -> str | None:
@@ -155,6 +153,7 @@ def pipeline_setup(
         is_adaptive=True,
         niceness=NICENESS if cpu_slots else 0,
         finish_on_device=not cpu_slots,
+        num_slots=len(devices),
     )
 
 

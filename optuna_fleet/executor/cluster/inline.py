@@ -51,10 +51,14 @@ class InlineRunner:
     def __init__(self, options: Options) -> None:
         self.summary: FleetSummary | None = None
         self._options = options
+        self._is_set_up = options.setup is None
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`; a failure is raised as it was in the objective."""
         options, replies = self._options, deque[Reply]()
+        if options.setup is not None and not self._is_set_up:
+            options.setup()
+            self._is_set_up = True
         keeps_none = CheckpointRetention(loop.study, StudyFolder(Path(), ""), num_kept=0)
         calls = CallHandler(
             lambda _, reply: replies.append(reply), loop.ledger, keeps_none, in_process=True

@@ -31,6 +31,7 @@ class Options:
     preflight: Preflight | None
     convergence: Convergence | None
     predictor: Callable[[Any], float | None] | None
+    setup: Callable[[], object] | None
     seed: int
 
 

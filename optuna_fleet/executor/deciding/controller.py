@@ -41,6 +41,7 @@ from optuna_fleet.events import (
     MoveMeasured,
     MoveRefused,
     PlanDecided,
+    PreprocessingMeasured,
     ProposalDelayed,
     ProposalsExhausted,
     Propose,
@@ -152,6 +153,8 @@ class Controller:
                 self._problems.num_to_come = 0
             case PlanDecided():
                 return self._planner.carry_out(event.plan)
+            case PreprocessingMeasured():
+                self._problems.measured_samples_per_s = event.samples_per_s
             case CheckEnded():
                 self._clearance.end(event.finding)
                 self._roster.end_check()

@@ -192,7 +192,9 @@ class Planner:
         self.is_deciding = False
         instructions: list[Instruction] = []
         posed = self._posed()
-        if not self._clearance.is_kept(plan, posed):
+        assert self._problem is not None
+        is_held_back = self._problems.is_held_back(plan, self._problem)
+        if is_held_back or not self._clearance.is_kept(plan, posed):
             self.void()
             return instructions
         plan = self._amended(plan, posed)
@@ -216,6 +218,7 @@ class Planner:
         if self._policy.paradigm == "elastic" and not moves:
             return instructions
         self._rounds.begin(self._roster.runs.values(), plan)
+        plan = self._problems.explained(plan)
         return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
 
     def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:

@@ -27,6 +27,7 @@ class PolicyRules:
         more_may_join: A trial that needs more devices than there are waits for them; else it is
             launched all the same, to fail and say so.
         looks_ahead: Kinds of trials are checked before a plan makes use of what is found.
+        own_preprocessors: How many each trial has for itself; None if all trials share.
     """
 
     paradigm: Paradigm = "global"
@@ -42,6 +43,7 @@ class PolicyRules:
     lookahead: int = 0
     more_may_join: bool = False
     looks_ahead: bool = True
+    own_preprocessors: int | None = None
 
 
 class Status(Enum):

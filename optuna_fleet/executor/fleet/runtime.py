@@ -22,13 +22,12 @@ from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
-from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S, Node, Nodes
+from optuna_fleet.executor.fleet.nodes import Node, Nodes
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
-from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet
@@ -60,18 +59,17 @@ class Runtime:
         profiles: Measured training rates by model structure; they serve later calls too.
         rendezvous: The store where the ranks of a trial find each other.
         faults: Which devices are left out; `exclusion` leaves them out.
+        reports: What the nodes' pipelines had done when last heard of.
     """
 
     def __init__(
         self,
         engine: Engine,
-        pipeline: SharedPipeline | None,
         allocator: IsolatedAllocator,
         checkpoint_dir: Path | None,
         limits: Limits,
         network: Network,
-        *,
-        preload: bool,
+        setups: NodeSetups,
     ) -> None:
         self.allocator = allocator
         self.profiles: dict[str, RateProfile] = {}
@@ -82,15 +80,11 @@ class Runtime:
         self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
-        self._reports = PipelineReports()
+        self.reports = PipelineReports()
         self.connections = Connections(network.host, network.port)
-        self._setups = NodeSetups(
-            pipeline=pipeline,
-            preload=preload,
-            private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
-            stuck_s=limits.stuck_s,
-            silence_s=DRIVER_LEASE_S if network.has_leases else None,
-        )
+        self._setups = setups
+        if not self._keeps_checkpoints:
+            setups.private_folder = str(self._checkpoint_dir)
         self._transfer_server = TransferServer(self._checkpoint_dir, self._setups.data_sets)
         self.connections.on_transfer = self._transfer_server.serve
         try:
@@ -105,7 +99,8 @@ class Runtime:
             raise
         self.trainers = Trainers(self.agents.devices)
         self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
-        self.sharing = ChunkSharing(pipeline.exchange if pipeline else "local", self.agents.tell)
+        exchange = setups.pipeline.exchange if setups.pipeline else "local"
+        self.sharing = ChunkSharing(exchange, self.agents.tell)
 
     @property
     def nodes(self) -> Nodes:
@@ -146,7 +141,7 @@ class Runtime:
             case StoreLost():
                 self.rendezvous.lost(message)
             case PipelineReport():
-                self._reports.take(message)
+                self.reports.take(message)
             case AgentJoining() if self.nodes.get(message.agent):
                 self.sharing.joined(message.agent)
             case ChunksShared() if self.nodes.get(message.peer.agent):
@@ -168,7 +163,7 @@ class Runtime:
         self.sharing.left(node.agent)
         dead = self.trainers.node_lost(node.agent)
         self.trainers.have_served.difference_update(device.index for device in node.devices)
-        self._reports.node_lost(node.agent)
+        self.reports.node_lost(node.agent)
         yield NodeLost(
             text=(
                 f"Node {node.name} was lost: {cause}"
@@ -362,23 +357,18 @@ class Runtime:
                         self.device_events(heard)
         return True
 
-    @property
-    def last_stats(self) -> PipelineStats:
-        """What the pipelines of all nodes had done, lost ones included, when last heard of."""
-        return self._reports.total
-
     def pipeline_stats(self) -> PipelineStats | None:
         """Ask the pipelines what they have done by now."""
         asked = [node.agent for node in self.nodes]
-        self._reports.ask()
+        self.reports.ask()
         for agent in asked:
             self.agents.tell(agent, ReportPipeline())
 
         def have_answered() -> bool:
-            return self._reports.have_answered(a for a in asked if self.nodes.get(a))
+            return self.reports.have_answered(a for a in asked if self.nodes.get(a))
 
         self._wait_until(have_answered, _REPORT_LIMIT_S)
-        return self.last_stats if self._reports.are_there else None
+        return self.reports.total if self.reports.are_there else None
 
     @property
     def is_ours(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from optuna_fleet.pipeline.exchange.plan import MOST_PEERS, Peer, Plan, Scheme
+from optuna_fleet.pipeline.exchange.plan import MOST_PEERS, Peer, Plan, scheme_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
@@ -58,15 +58,16 @@ class ChunkSharing:
     """Which nodes share chunks, and by which scheme: the driver tells all agents.
 
     Args:
-        scheme: How. A broadcast is that of the first node, or of half of the nodes.
+        exchange: The scheme. A broadcast is that of the first node, the first p
+            ("multi-broadcast:p"), or half.
 
     Attributes:
         plan: What agents were told last.
         how: The scheme, once several nodes have shared; "" before.
     """
 
-    def __init__(self, scheme: Scheme, tell: Callable[[str, Any], None]) -> None:
-        self._scheme = scheme
+    def __init__(self, exchange: str, tell: Callable[[str, Any], None]) -> None:
+        self._scheme, self._num_makers = scheme_of(exchange)
         self._tell = tell
         self._there: list[str] = []
         self._asked: set[str] = set()
@@ -97,9 +98,9 @@ class ChunkSharing:
             self._publish()
 
     def _publish(self) -> None:
-        makers = list(self._peers)[: math.ceil(len(self._peers) / 2)]
-        if self._scheme != "multi-broadcast":
-            makers = []
+        makers: list[str] = []
+        if self._scheme == "multi-broadcast":
+            makers = list(self._peers)[: self._num_makers or math.ceil(len(self._peers) / 2)]
         peers = tuple(self._peers.values())[:MOST_PEERS]
         self.plan = Plan(scheme=self._scheme, peers=peers, makers=frozenset(makers))
         if len(self._peers) > 1:

@@ -12,14 +12,19 @@ The hash is a rendezvous hash: when a node comes or goes, only its own chunks ch
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal, cast
 
+from optuna_fleet.arguments import check_choice, check_that
 from optuna_fleet.pipeline.spec import ChunkKey
 
 Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
 SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")
+
+_MANY = re.compile(r"multi-broadcast:(0*[1-9]\d{0,5})")
+"""With its number of makers, p."""
 
 MOST_PEERS = 500
 """Of a plan, which has to fit into one packet: nodes that join later only ask the others."""
@@ -75,3 +80,17 @@ class Plan:
 
 def _score(key: ChunkKey, peer: Peer) -> bytes:
     return blake2b(f"{peer.agent} {key.epoch} {key.chunk} {key.name}".encode()).digest()
+
+
+def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
+    """Returns what was given: a scheme, and how many nodes make chunks in "multi-broadcast:p".
+
+    Raises:
+        FleetConfigError: It is none.
+    """
+    if isinstance(exchange, str) and ":" in exchange:
+        wanted = 'give a number of makers so: "multi-broadcast:4"'
+        check_that("exchange", exchange, _MANY.fullmatch, wanted)
+        return "multi-broadcast", int(exchange.partition(":")[2])
+    check_choice("exchange", exchange, SCHEMES)
+    return cast("Scheme", exchange), None

@@ -59,7 +59,7 @@ class _Reading:
     as the user has no view of them, or a few steps later.
 
     Attributes:
-        consumed: Samples that were read.
+        consumed: Samples that were read and not yet reported.
     """
 
     def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
@@ -97,7 +97,11 @@ class _Reading:
     def close(self) -> None:
         """Ends the pass and reports it."""
         waited_s = self._client.waited_s - self._waited_s
-        self._opened.close(num_consumed=self.consumed, waited_s=waited_s)
+        self._opened.close(num_consumed=self._take_consumed(), waited_s=waited_s)
+
+    def _take_consumed(self) -> int:
+        consumed, self.consumed = self.consumed, 0
+        return consumed
 
     def _chunks(self, start: int, stop: int) -> range:
         size = self._opened.chunk_size
@@ -129,7 +133,13 @@ class _Reading:
             return
         self._asked.update(missing, ahead)
         self._cursor = cursor
-        self._opened.advance(cursor, needed=missing, ahead=ahead, released=released)
+        self._opened.advance(
+            cursor,
+            needed=missing,
+            ahead=ahead,
+            released=released,
+            num_consumed=self._take_consumed(),
+        )
 
     def _has_arrived(self, chunk: int) -> bool:
         if chunk in self._asked and not self._opened.has(chunk):

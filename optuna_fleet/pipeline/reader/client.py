@@ -43,11 +43,12 @@ class PipelineClient:
         self._mapping: Mapping | None = None
         self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
         self.waited_s = 0.0
+        self._run_id: int | None = None
         self._at_wait: Callable[[], object] = lambda: None
 
-    def tell_waits(self, at_wait: Callable[[], object]) -> None:
-        """Have `at_wait`, and nobody else, called when a wait begins, and when it ends."""
-        self._at_wait = at_wait
+    def begin(self, run_id: int, at_wait: Callable[[], object]) -> None:
+        """Read for a run; `at_wait`, and nothing else, is called when a wait begins or ends."""
+        self._run_id, self._at_wait = run_id, at_wait
 
     def read(self, name: str, **arguments: Any) -> Batches[Batch]:
         """Returns one epoch of a data set in batches; the arguments are those of `ReadPlan`."""
@@ -73,7 +74,14 @@ class PipelineClient:
         opened = self._passes[number] = OpenedPass(self, number)
         try:
             self.send(
-                OpenPass(pass_id=number, name=name, epoch=epoch, start=start, continues=continues)
+                OpenPass(
+                    pass_id=number,
+                    name=name,
+                    epoch=epoch,
+                    start=start,
+                    continues=continues,
+                    run_id=self._run_id,
+                )
             )
             self.wait_until(lambda: opened.chunk_size > 0)
         except BaseException:

@@ -54,11 +54,12 @@ class OpenedPass:
         needed: Iterable[int] = (),
         ahead: Iterable[int] = (),
         released: Iterable[int] = (),
+        num_consumed: int = 0,
     ) -> None:
         """Tells the agent where the pass is, what it wants, and what it has let go of."""
         self._cursor = cursor
-        message = Advance(self._number, cursor, tuple(needed), tuple(ahead), tuple(released))
-        self._client.send(message)
+        chunks = tuple(needed), tuple(ahead), tuple(released)
+        self._client.send(Advance(self._number, cursor, *chunks, num_consumed))
 
     def has(self, chunk: int) -> bool:
         """Returns whether a chunk (or the news of its failure) was taken in; takes in nothing."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.messages import PassId
-from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, count_chunks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +85,7 @@ class Epoch:
     Attributes:
         name: The data set.
         number: Which epoch.
+        owner: For whom alone it is made; None for all.
         rank: Its own; among epochs that nobody reads that of the highest is given up first.
         size: How it is cut.
         chunks: Where the resident chunks are.
@@ -101,7 +102,8 @@ class Epoch:
 
     name: str
     number: int
-    rank: tuple[int, str, int]
+    owner: int | None
+    rank: tuple[int, str, int, int]
     size: Size
     chunks: dict[int, Place] = field(default_factory=dict)
     pins: Counter[int] = field(default_factory=Counter)
@@ -126,7 +128,12 @@ class Epoch:
 
     def key(self, chunk: int) -> ChunkKey:
         """Returns the name of a chunk."""
-        return ChunkKey(self.name, self.number, chunk)
+        return ChunkKey(self.name, self.number, chunk, self.owner)
+
+    @property
+    def named(self) -> EpochKey:
+        """Its own name."""
+        return EpochKey(self.name, self.number, self.owner)
 
     def is_known(self, chunk: int) -> bool:
         """Returns whether there is no need to make a chunk."""

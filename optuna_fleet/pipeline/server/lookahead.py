@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
 from optuna_fleet.pipeline.server.epochs import Epoch, Pass, Size
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 _SLACK = 64
 
@@ -23,7 +23,7 @@ class Lookahead:
     def __init__(
         self,
         window: int,
-        epochs: Mapping[tuple[str, int], Epoch],
+        epochs: Mapping[EpochKey, Epoch],
         sizes: Mapping[str, Size],
     ) -> None:
         self._window = window
@@ -104,8 +104,8 @@ class Lookahead:
     def upcoming(self) -> ChunkKey | None:
         """Returns an absent chunk at the beginning of an epoch that a pass will go on to."""
         for record in [*self._finishing]:
-            name, number = record.epoch.name, record.epoch.number + 1
-            following = self._epochs.get((name, number))
+            name, number, owner = record.epoch.named
+            following = self._epochs.get(EpochKey(name, number + 1, owner))
             beyond = record.cursor + self._window - record.epoch.num_chunks
             beyond = min(beyond, self._sizes[name].num_chunks)
             chunk = record.next_frontier
@@ -113,7 +113,7 @@ class Lookahead:
                 chunk += 1
             record.next_frontier = chunk
             if chunk < beyond:
-                return ChunkKey(name, number, chunk)
+                return ChunkKey(name, number + 1, chunk, owner)
             del self._finishing[record]
         return None
 

@@ -88,7 +88,7 @@ class Production:
         self._memory_bytes = self._space.memory.end
         self.store = ChunkStore(
             self._space,
-            window=2 * setup.num_preprocessors + 2,
+            window=2 * (setup.num_alone or setup.num_preprocessors) + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
         )
         self._indices = {dataset.name: dataset.length for dataset in spec.datasets}
@@ -147,7 +147,8 @@ class Production:
         while pool.has_room() and (measuring := self.sizing.order()) is not None:
             pool.give(measuring)
         while pool.has_room() or fetching.has_room():
-            order = self.store.assign(None if self._peers is None else self._accepts)
+            is_any = self._peers is None and not self._setup.num_alone
+            order = self.store.assign(None if is_any else self._accepts)
             if order is None:
                 break
             self._give(order)
@@ -165,6 +166,9 @@ class Production:
 
     def _accepts(self, key: ChunkKey) -> bool:
         """Whether somebody is free to make this chunk, or to fetch it."""
+        most = self._setup.num_alone
+        if key.owner is not None and most and self.store.num_producing(key.owner) >= most:
+            return False
         return (self.pool if self._source(key) is None else self._fetching).has_room()
 
     def _give(self, order: Order) -> None:
@@ -212,7 +216,7 @@ class Production:
         meter.levels = Levels(
             running=self.pool.num_running,
             busy=self.pool.num_busy,
-            is_blocked=store.has_work,
+            is_blocked=store.has_work and not self._setup.num_alone,
             reading=len(store.passes) + self.sizing.num_measuring,
             stalled=store.num_stalled + self.sizing.num_measuring,
             ready=self._ready[0],
@@ -325,6 +329,8 @@ class Production:
 
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
+        if key.owner is not None:
+            return  # each of its passes is
         num_chunks = self.store.size(key.name).num_chunks
         made = self._made.setdefault((key.name, key.epoch), bytearray(num_chunks))
         again, made[key.chunk] = made[key.chunk], True

@@ -9,6 +9,7 @@ from operator import attrgetter
 from optuna_fleet.pipeline.server.allocator import Space, pages
 from optuna_fleet.pipeline.server.epochs import Epoch, Order, Place
 from optuna_fleet.pipeline.server.lookahead import Lookahead
+from optuna_fleet.pipeline.spec import EpochKey
 
 BRIEF_SHARE = 0.5
 """Chunks beyond this part of the budget are only lent briefly, and not before they are needed.
@@ -37,7 +38,7 @@ class Residents:
     def __init__(
         self,
         space: Space,
-        epochs: dict[tuple[str, int], Epoch],
+        epochs: dict[EpochKey, Epoch],
         lookahead: Lookahead,
     ) -> None:
         self._space = space
@@ -141,6 +142,11 @@ class Residents:
             self._space.reserve(border)
             self._drop_misplaced()
 
+    def drop_idle(self, epoch: Epoch) -> None:
+        """Drops what nobody holds of an epoch: nobody else will come to it."""
+        for chunk in [*epoch.idle]:
+            self._drop(epoch, chunk)
+
     def close_disk(self) -> None:
         """The disk takes no more chunks: those that are there and idle are dropped."""
         self._space.close_disk()
@@ -149,7 +155,7 @@ class Residents:
     def forget(self, epoch: Epoch) -> None:
         """Forgets an epoch of which nothing is left."""
         if epoch.is_forgotten:
-            self._epochs.pop((epoch.name, epoch.number), None)
+            self._epochs.pop(epoch.named, None)
 
     def _worst(self, spare: int) -> tuple[Epoch, int] | None:
         """The chunk to give up first."""
@@ -164,7 +170,7 @@ class Residents:
         ]
         if not found:
             return None
-        _, chunk, epoch = max(found, key=lambda each: (*each[:2], each[2].name, each[2].number))
+        _, chunk, epoch = max(found, key=lambda each: (*each[:2], each[2].rank[1:]))
         return epoch, chunk
 
     def _drop_misplaced(self) -> None:

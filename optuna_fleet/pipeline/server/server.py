@@ -48,6 +48,7 @@ class PipelineServer:
     ) -> None:
         self._selector = selector
         self._notify = notify
+        self._shares = not setup.num_alone
         self._production = Production(
             setup,
             spawn=spawn,
@@ -182,6 +183,7 @@ class PipelineServer:
             self._unopened[pass_id] = message
             return
         self._unopened.pop(pass_id, None)
+        owner = None if self._shares else message.run_id
         size = self._store.size(message.name)
         self._store.open_pass(
             pass_id,
@@ -189,6 +191,7 @@ class PipelineServer:
             message.epoch,
             message.start // size.chunk_size,
             continues=message.continues,
+            owner=owner,
         )
         num_ahead = max(1, self._production.budgets.chunk_bytes // size.chunk_bytes)
         opened = PassOpened(
@@ -199,6 +202,7 @@ class PipelineServer:
         self._readers[pass_id[0]].send(opened)
 
     def _advance(self, pass_id: PassId, message: Advance) -> None:
+        self._production.counts.consumed += message.num_consumed
         self._store.move(pass_id, message.cursor)
         self._store.release(pass_id, message.released)
         for chunk in message.needed:

@@ -28,7 +28,7 @@ from optuna_fleet.pipeline.server.allocator import Space, pages
 from optuna_fleet.pipeline.server.epochs import Epoch, Order, Pass, Size
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 from optuna_fleet.pipeline.server.residents import Residents
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 MAX_DEATHS = 3
 """A chunk over which this many preprocessors died is an error for those who asked for it."""
@@ -54,7 +54,7 @@ class ChunkStore:
         self._window = window
         self._fixed = frozenset(fixed)
         self._sizes: dict[str, Size] = {}
-        self._epochs: dict[tuple[str, int], Epoch] = {}
+        self._epochs: dict[EpochKey, Epoch] = {}
         self.passes: dict[PassId, Pass] = {}
         self._num_opened = 0
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
@@ -90,15 +90,27 @@ class ChunkStore:
         """Returns how a data set is cut into chunks; `set_size` must have told."""
         return self._sizes[name]
 
+    def num_producing(self, owner: int) -> int:
+        """How many chunks are being made for one owner alone."""
+        return sum(len(e.producing) for e in self._epochs.values() if e.owner == owner)
+
     def open_pass(
-        self, pass_id: PassId, name: str, epoch: int, cursor: int, *, continues: bool = False
+        self,
+        pass_id: PassId,
+        name: str,
+        epoch: int,
+        cursor: int,
+        *,
+        continues: bool = False,
+        owner: int | None = None,
     ) -> None:
         """Begins a pass over an epoch whose size is known, from chunk ``cursor``.
 
-        If it ``continues``, its reader will go on with the next epoch.
+        If it ``continues``, its reader will go on with the next epoch. With an ``owner``, it
+        shares what is made with the passes of that owner alone, and nothing of it is kept.
         """
         assert pass_id not in self.passes, pass_id
-        found = self._epoch(name, epoch)
+        found = self._epoch(EpochKey(name, epoch, owner))
         record = Pass(pass_id, self._num_opened, found, cursor, continues)
         self._num_opened += 1
         self.passes[pass_id] = found.passes[pass_id] = record
@@ -165,6 +177,8 @@ class ChunkStore:
         del epoch.passes[pass_id]
         epoch.move(record, None)
         self.residents.update(epoch)
+        if epoch.owner is not None and not epoch.passes:
+            self.residents.drop_idle(epoch)
         self.residents.forget(epoch)
 
     # Production
@@ -213,7 +227,7 @@ class ChunkStore:
 
     def produced(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is there; everyone who waited for it gets it."""
-        epoch = self._epochs[key.name, key.epoch]
+        epoch = self._epochs[key.of_epoch]
         epoch.deaths.pop(key.chunk, None)
         self.residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
         if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
@@ -224,7 +238,7 @@ class ChunkStore:
 
     def end_order(self, key: ChunkKey) -> Epoch:
         """A chunk is no longer in production: its place is free, and it may be ordered again."""
-        epoch = self._epochs[key.name, key.epoch]
+        epoch = self._epochs[key.of_epoch]
         order = epoch.producing.pop(key.chunk)
         self._space.free(order.address, order.max_bytes)
         if waiting := epoch.waiting.get(key.chunk):
@@ -252,7 +266,7 @@ class ChunkStore:
 
     def lost(self, key: ChunkKey, error: ChunkError) -> None:
         """The preprocessor died over this chunk: once it is repeated, then it counts as failed."""
-        epoch = self._epochs.get((key.name, key.epoch))
+        epoch = self._epochs.get(key.of_epoch)
         if epoch is None or key.chunk not in epoch.producing:
             return  # it was done, but for the rest of what follows from that
         epoch.deaths[key.chunk] += 1
@@ -268,13 +282,14 @@ class ChunkStore:
         """Bytes of the largest chunk that is expected."""
         return pages(max(size.chunk_bytes for size in self._sizes.values()))
 
-    def _epoch(self, name: str, number: int) -> Epoch:
-        found = self._epochs.get((name, number))
+    def _epoch(self, key: EpochKey) -> Epoch:
+        found = self._epochs.get(key)
         if found is None:
+            name, number, owner = key
             # The latest are given up first, as every new trial starts at epoch 0.
             rank = -1 if name in self._fixed else number
-            found = Epoch(name, number, (rank, name, number), self._sizes[name])
-            self._epochs[name, number] = found
+            ranks = rank, name, number, -1 if owner is None else owner
+            found = self._epochs[key] = Epoch(name, number, owner, ranks, self._sizes[name])
         return found
 
     def _queue(self, key: ChunkKey, *, urgent: bool) -> None:
@@ -312,13 +327,13 @@ class ChunkStore:
         return pages(self.size(key.name).chunk_bytes)
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
-        epoch = self._epoch(key.name, key.epoch)
+        epoch = self._epoch(key.of_epoch)
         order = epoch.producing[key.chunk] = Order(key, address, nbytes)
         self._unqueue(key)
         return order
 
     def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
-        epoch = self._epoch(key.name, key.epoch)
+        epoch = self._epoch(key.of_epoch)
         epoch.deaths.pop(key.chunk, None)
         epoch.failed.add(key.chunk)
         self._unqueue(key)

@@ -48,6 +48,7 @@ class Checkpoint:
         rng: ``rng_state`` of each rank.
         history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
+        names: What each of the objects is called: by the user, or its type's name.
         remainder: What the ``state_dict`` of each object leaves out (`states`).
         parameters: What was suggested to the trial, but for choices that are objects.
         step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
@@ -62,6 +63,7 @@ class Checkpoint:
     rng: list[dict[str, Any]]
     history: dict[int, float]
     modules: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     remainder: list[dict[str, Any]] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     step: int | None = None

@@ -110,7 +110,7 @@ class ShardLoader:
         self._num_passes = 0
         self._has_trained = False
         if isinstance(pipeline, PipelineClient):
-            pipeline.tell_waits(self.stopwatch.wait)
+            pipeline.begin(parts.run.run_id, self.stopwatch.wait)
 
     @property
     def _place(self) -> tuple[int, int]:

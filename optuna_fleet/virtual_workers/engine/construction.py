@@ -68,12 +68,17 @@ class Construction:
         self.statistics = Statistics(placed.part, placed.address.worker, placed.num_workers)
 
     @property
+    def in_flight(self) -> int:
+        """Parts of a batch; without flushes, minibatches of a wave."""
+        return self.placed.placement.in_flight
+
+    @property
     def parts(self) -> range:
         """Which parts of a batch go through this virtual worker, as a minibatch each."""
         if not self._options.is_flushed:
             return range(1)
         worker, number = self.placed.address.worker, self.placed.num_workers
-        in_flight, shares = self._options.in_flight, self.placed.placement.shares
+        in_flight, shares = self.in_flight, self.placed.placement.shares
         if shares:
             return range(sum(shares[:worker]), sum(shares[: worker + 1]))
         return range(worker * in_flight // number, (worker + 1) * in_flight // number)
@@ -85,7 +90,7 @@ class Construction:
             return Flush(len(self.parts))
         is_alone = self.placed.num_workers == 1
         distance = None if is_alone else self._options.clock_distance
-        return WaveSynchronous(self._options.in_flight, distance)
+        return WaveSynchronous(self.in_flight, distance)
 
     def stage(self, observer: Observer) -> PipelineStage:
         """Begins with the module's weights, and minibatch 1."""
@@ -142,7 +147,7 @@ class Construction:
         if placed.edges is not None and placed.num_workers > 1:
             names = names_by_piece(self._model, placed.directory, placed.address)
             client = ServerClient(placed.address, names, placed.edges)
-        return VersionedWeights(parameters, self.rule, self._options.in_flight, client)
+        return VersionedWeights(parameters, self.rule, self.in_flight, client)
 
     def _piece(self, place: int) -> nn.Sequential:
         return part_of(self._model, *self.placed.directory.pieces[place])

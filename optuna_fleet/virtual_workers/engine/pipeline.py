@@ -16,6 +16,7 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.virtual_workers.engine.blocks import blocks_of
 from optuna_fleet.virtual_workers.engine.column_sums import Meeting
 from optuna_fleet.virtual_workers.engine.construction import Construction
 from optuna_fleet.virtual_workers.engine.evaluation import Evaluation, Metric, is_evaluated
@@ -25,7 +26,7 @@ from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.engine.placing import Need, Placed, memory_of_device, place
 from optuna_fleet.virtual_workers.engine.stage import PassDone, PipelineStage
 from optuna_fleet.virtual_workers.engine.stage_messages import Inputs, Targets
-from optuna_fleet.virtual_workers.engine.stage_placement import Demand, blocks_of, memory_of
+from optuna_fleet.virtual_workers.engine.stage_placement import Demand, memory_of
 from optuna_fleet.virtual_workers.engine.tied import shared_bytes
 from optuna_fleet.virtual_workers.engine.updates import SgdRule
 from optuna_fleet.virtual_workers.engine.versions import VersionedWeights, Weights
@@ -82,6 +83,11 @@ class Pipeline:
         return 1 if self._own is None else self._own.placed.num_workers
 
     @property
+    def in_flight(self) -> int | None:
+        """Parts of a batch; without flushes batches in flight, None while that is not decided."""
+        return self._options.most_in_flight if self._own is None else self._own.in_flight
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """Layers that the first virtual worker's stages begin with, but for its first stage.
 
@@ -135,7 +141,7 @@ class Pipeline:
             self._give(own, part, part.weight * number)
             self._run(own, lambda stage: stage.started >= self._num_begun)
             is_alone = self._options.clock_distance is None
-            is_known = is_alone and self._num_begun > self._options.in_flight
+            is_known = is_alone and self._num_begun > own.in_flight
             return self._losses.popleft() if is_known else None
 
     def flush(self) -> list[Tensor]:
@@ -180,7 +186,7 @@ class Pipeline:
         if own.placed.columns is not None:
             own.statistics.begin()
         own.placed.ties.heed()
-        parts = list(microbatches(inputs, targets, self._options.in_flight))
+        parts = list(microbatches(inputs, targets, own.in_flight))
         for part in parts[own.parts.start : own.parts.stop]:
             self._give(own, part, part.weight)
         self._run(own, lambda stage: stage.completed >= self._num_begun)
@@ -224,7 +230,7 @@ class Pipeline:
             stage.run(turn)
             return
         batch, place = divmod(turn.number - 1, len(own.parts))
-        num_parts = self._options.in_flight if self._options.is_flushed else 1
+        num_parts = own.in_flight if self._options.is_flushed else 1
         with own.placed.noise.of((self._num_before + batch) * num_parts + own.parts[place] + 1):
             stage.run(turn)
 
@@ -237,7 +243,7 @@ class Pipeline:
     def _settle(self, own: Construction, weights: Weights) -> None:
         """Come to the weights that all virtual workers have come to."""
         assert isinstance(weights, VersionedWeights)
-        wave_size, rest = self._options.in_flight, own.agreement.rest()
+        wave_size, rest = own.in_flight, own.agreement.rest()
         least = own.schedule.least_clock((self._num_begun // wave_size + 1) * wave_size)
         self._run(own, lambda _: weights.settle(least, rest))
 
@@ -296,16 +302,17 @@ class Pipeline:
         if self._own is None:
             options, batch = self._options, (inputs, targets)
             if options.is_flushed:
-                first = next(microbatches(inputs, targets, options.in_flight))
+                first = next(microbatches(inputs, targets, options.num_parts))
                 batch = first.inputs, first.targets
             limit = options.memory_bytes
             demand = Demand(
                 blocks=blocks_of(self._model, may_part_ties=options.is_flushed),
-                in_flight=options.in_flight,
+                in_flight=options.most_in_flight,
                 memory=memory_of(self._optimizer, is_flushed=options.is_flushed),
                 memory_bytes=memory_of_device(self._parts.device) if limit is None else limit,
                 is_flushed=options.is_flushed,
                 most_workers=options.most_workers,
+                layout=options.layout,
                 most_devices=options.max_devices or 1,
                 clock_distance=options.clock_distance or 0,
                 may_replicate=options.may_replicate,

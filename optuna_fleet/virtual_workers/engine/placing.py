@@ -24,7 +24,13 @@ from optuna_fleet.virtual_workers.engine.directory import Directory
 from optuna_fleet.virtual_workers.engine.edges import Edges
 from optuna_fleet.virtual_workers.engine.passes import Loss, Noise
 from optuna_fleet.virtual_workers.engine.stage_messages import Gradients, Message, StageAddress
-from optuna_fleet.virtual_workers.engine.stage_placement import WIRE, Demand, Placement, Ranks
+from optuna_fleet.virtual_workers.engine.stage_placement import (
+    WIRE,
+    Demand,
+    Placement,
+    Ranks,
+    TooManyDevices,
+)
 from optuna_fleet.virtual_workers.engine.tied import Shared, Ties, shared_parameters
 from optuna_fleet.virtual_workers.engine.whole import HeldModel, part_of
 from optuna_fleet.virtual_workers.partition import DoesNotFit
@@ -142,7 +148,7 @@ def place(
     if group_size() > 1:
         group = gloo_group()
         assert group is not None
-        edges = Edges(group, directory, parts.device, room=2 * demand.in_flight + 2)
+        edges = Edges(group, directory, parts.device, room=2 * placement.in_flight + 2)
     try:
         return _keep(holding, shared, placement, directory, edges, demand, parts)
     except BaseException:
@@ -209,7 +215,8 @@ def _placement(
 ) -> tuple[Placement, list[LayerCost], list[int]]:
     """Also what layers cost, and nodes of ranks, as far as these matter."""
     if group_size() == 1 and math.isinf(demand.memory_bytes):
-        return Placement(cuts=((),), ranks=((0,),), held=1), [], [0]
+        alone = Placement(cuts=((),), ranks=((0,),), held=1, in_flight=demand.in_flight or 1)
+        return alone, [], [0]
     costs, on = _measured(model, loss, batch, demand, parts)
     demand = replace(demand, memory_bytes=on.memory_bytes[0])
     if any(cost.leaves_something for own in costs for cost in own):
@@ -220,6 +227,8 @@ def _placement(
         placement = demand.place(costs, on)
     except DoesNotFit as error:
         _use_others(error, costs[0], demand, parts, need)
+    if placement.is_free:
+        parts.session.remark(["layout"], placement.reason)
     if placement.reason:
         _logger.debug("Trial %d: %s", parts.run.number, placement.reason)
     return placement, costs[0], list(on.nodes)
@@ -254,7 +263,7 @@ def _use_others(
 ) -> NoReturn:
     """The devices of now won't do, though as many like the first one, or unlike it, may."""
     number, num_blocks = group_size(), len(demand.blocks)
-    if number > num_blocks and demand.most_workers == 1:
+    if number > num_blocks and (demand.most_workers == 1 or isinstance(refusal, TooManyDevices)):
         why = f"On {number} devices: {refusal}"
         raise parts.weights.too_wide(why, max_devices=num_blocks)
     most = demand.most_devices
@@ -268,10 +277,11 @@ def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:
     largest = max(range(len(costs)), key=lambda i: costs[i].parameter_bytes + costs[i].kept_bytes)
     mb = costs[largest].parameter_bytes / 1e6, costs[largest].kept_bytes / 1e6
     stages = min(most, len(demand.blocks))
+    laid_out = f" in the layout {demand.layout!r}" if demand.layout else ""
     return (
         f"The model's {len(costs)} layers do not fit on {stages} devices of "
-        f"{demand.memory_bytes / 1e6:.6g} MB, the most that this trial can have: the largest, "
-        f"layer {largest}, has {mb[0]:.4g} MB of parameters and keeps {mb[1]:.4g} MB of each part "
-        "of a batch. Give it more devices, a larger `memory_bytes`, a smaller batch, more parts "
-        "(`in_flight`), or smaller layers."
+        f"{demand.memory_bytes / 1e6:.6g} MB{laid_out}, the most that this trial can have: the "
+        f"largest, layer {largest}, has {mb[0]:.4g} MB of parameters and keeps {mb[1]:.4g} MB of "
+        "each part of a batch. Give it more devices, a larger `memory_bytes`, a smaller batch, "
+        "more parts (`in_flight`), or smaller layers."
     )

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from optuna_fleet.virtual_workers.engine.costs import LayerCost
-from optuna_fleet.virtual_workers.layouts.contention import partitions_under_load
+from optuna_fleet.virtual_workers.layouts.contention import (
+    best_partitions,
+    partitions_under_load,
+)
 from optuna_fleet.virtual_workers.layouts.distribution import (
     Workers,
-    equal_distribution,
-    hybrid_distribution,
-    node_partition,
+    distributions,
 )
 from optuna_fleet.virtual_workers.layouts.flushed import (
     FlushedLayout,
@@ -52,15 +52,23 @@ class Placement:
         cuts: Of each virtual worker, where its stages end, in layers, without the last.
         ranks: Of each virtual worker, the rank of each stage.
         held: Minibatches that each stage has memory for between their two passes.
+        in_flight: Parts of a batch; without flushes, minibatches in each virtual worker.
         shares: Of each virtual worker, how many of a batch's parts; none if all have as many.
         reason: Why, for people.
+        is_free: The user has not said how many virtual workers there are to be.
     """
 
     cuts: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
     held: int
+    in_flight: int
     shares: tuple[int, ...] = ()
     reason: str = ""
+    is_free: bool = False
+
+
+class TooManyDevices(DoesNotFit):
+    """The model has fewer parts than a virtual worker has devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +85,14 @@ class Demand:
 
     Attributes:
         blocks: Where each run of layers ends that must stay together.
-        in_flight: Minibatches in a pipeline; with flushes, those of all pipelines together.
+        in_flight: Minibatches in a pipeline; with flushes, those of all pipelines together. None
+            for as many as there is memory for, and as help.
         memory: Copies of the weights.
         memory_bytes: Of each device; infinite if that does not matter.
         is_flushed: Virtual workers share the parts of each batch, and step together.
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
             are fastest.
+        layout: One of `LAYOUTS`; None for the fastest.
         most_devices: That the trial can have.
         clock_distance: Between these, without flushes.
         may_replicate: With flushes each device may have the whole model, where that is faster.
@@ -92,11 +102,12 @@ class Demand:
     """
 
     blocks: tuple[int, ...]
-    in_flight: int
+    in_flight: int | None
     memory: Memory
     memory_bytes: float
     is_flushed: bool = True
     most_workers: int | None = 1
+    layout: str | None = None
     most_devices: int = 1
     clock_distance: int = 0
     may_replicate: bool = False
@@ -106,7 +117,9 @@ class Demand:
 
     def fewest_stages(self, costs: Sequence[LayerCost], most: int) -> int | None:
         """How many of the same device hold the model; None if not even `most` of them do."""
-        alone = replace(self, most_workers=1, may_replicate=False)
+        alone = replace(
+            self, most_workers=1, layout=None, may_replicate=False, in_flight=self.in_flight or 1
+        )
         for number in range(1, min(most, len(self.blocks)) + 1):
             try:
                 alone.place([costs] * number)
@@ -130,14 +143,21 @@ class Demand:
         if self.is_flushed and self.most_workers == 1:
             return self._faster(costs, on)
         layers, ranks, devices = self._given(costs, on)
+        passes = layers.forward_s, layers.backward_s
+        speeds = {kind: 1 / sum(sum(one[kind]) for one in passes) for kind in layers.forward_s}
         found: list[_Candidate] = []
-        refusal = DoesNotFit(f"There are more devices than parts of the model: {len(costs)}.")
-        for workers in self._distributions(layers, devices):
+        refusal: DoesNotFit = TooManyDevices(
+            f"There are more devices than parts of the model: {num}."
+        )
+        is_free = self.most_workers is None and self.layout is None
+        for name, workers in distributions(devices, speeds, self.layout, self.most_workers):
+            if max(map(len, workers)) > len(layers):
+                continue
             try:
-                found.append(self._placed(layers, workers))
+                found.append(self._placed(layers, name, workers))
             except DoesNotFit as error:
                 refusal = error
-            if found and self.most_workers is not None:
+            if found and not is_free:
                 break
         if not found:
             raise refusal
@@ -149,10 +169,14 @@ class Demand:
             cuts=tuple(cuts for _, cuts in in_order),
             ranks=tuple(places for places, _ in in_order),
             held=best.held,
+            in_flight=best.in_flight,
+            reason=_in_words(best) if is_free else "",
+            is_free=is_free,
         )
 
     def _faster(self, costs: Sequence[Sequence[LayerCost]], on: Ranks) -> Placement:
         """The whole model on each rank or a stage of it, with all of a batch's parts."""
+        assert self.in_flight is not None
         found: list[tuple[FlushedLayout, Demand]] = []
         refusal: DoesNotFit | None = None
         ways = [self]
@@ -183,6 +207,7 @@ class Demand:
                 cuts=((),) * len(ranks),
                 ranks=tuple((rank,) for rank in sorted(ranks)),
                 held=1,
+                in_flight=self.in_flight,
                 shares=tuple(of_rank[rank] for rank in sorted(ranks)),
                 reason=best.reason,
             )
@@ -191,6 +216,7 @@ class Demand:
             cuts=(tuple(demand.blocks[cut - 1] for cut in best.partition.cuts),),
             ranks=(tuple(ranks[stage.device.index] for stage in stages),),
             held=best.held,
+            in_flight=self.in_flight,
             reason=best.reason,
         )
 
@@ -224,54 +250,85 @@ class Demand:
     def _in_blocks(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
         return [_sum(costs[first:end]) for first, end in pairwise((0, *self.blocks))]
 
-    def _distributions(self, layers: Layers, devices: Sequence[StageDevice]) -> Iterator[Workers]:
-        """Who may get which devices, most virtual workers first."""
-        most = min(self.most_workers or len(devices), len(devices))
-        ways = [equal_distribution(devices, number) for number in range(most, 0, -1)]
-        if self.most_workers is None:
-            speeds = {kind: 1 / sum(seconds) for kind, seconds in layers.backward_s.items()}
-            ways += [node_partition(devices), hybrid_distribution(devices, speeds)]
-        yield from (workers for workers in ways if max(map(len, workers)) <= len(layers))
-
-    def _placed(self, layers: Layers, workers: Workers) -> _Candidate:
-        in_flight = self.in_flight
-        if self.is_flushed:  # all pipelines share the parts of a batch
-            in_flight = -(-in_flight // len(workers))
-        else:
+    def _placed(self, layers: Layers, name: str, workers: Workers) -> _Candidate:
+        if not self.is_flushed:
             layers = _share_of(layers, len(workers))
-        for held in range(in_flight, 0, -1):
+        in_flight = self.in_flight or self._most_that_help(layers, workers)
+        through = in_flight  # each pipeline; with flushes they share the parts of a batch
+        if self.is_flushed:
+            through = -(-in_flight // len(workers))
+        for held in range(through, 0, -1):
             try:
-                partitions = self._partitions(layers, workers, in_flight, held)
+                problem = self._problem(layers, workers, through, held)
+                partitions = partitions_under_load(problem, workers)
             except DoesNotFit:
                 if held == 1:
                     raise
             else:
                 break
-        return _Candidate(partitions, held, self._rate(layers, partitions))
+        if self.layout == "ED-local" and not can_be_local(partitions):
+            raise DoesNotFit(f"{len(workers)} virtual workers have layers on unlike nodes.")
+        rate = self._rate(layers, partitions, in_flight)
+        return _Candidate(name, partitions, held, in_flight, rate)
 
-    def _partitions(
+    def _most_that_help(self, layers: Layers, workers: Workers) -> int:
+        """N_m: where memory is not short, it does not depend on times.
+
+        An even pipeline is full with a minibatch for each stage. More make pushes rarer, until
+        stages hold no more.
+        """
+        num = max(map(len, workers))
+        rates: dict[int, float] = {}
+        least_s = -math.inf
+        for number in [1, *range(num if len(workers) == 1 else 2 * num - 1, 1, -1)]:
+            try:
+                problem = self._problem(layers, workers, number, number)
+                partitions = best_partitions(problem, workers)
+            except DoesNotFit:
+                if number == 1:
+                    raise
+                continue
+            rates[number] = self._rate(layers, partitions, number)
+            slowest_s = max(partition.slowest_s for partition in partitions)
+            if slowest_s <= least_s:  # as if there were memory without end: fewer do not help
+                break
+            least_s = slowest_s if number == 1 else least_s
+        return max(rates, key=lambda number: rates[number])
+
+    def _problem(
         self, layers: Layers, workers: Workers, in_flight: int, held: int
-    ) -> tuple[Partition, ...]:
+    ) -> PartitionProblem:
         memory = self.memory
         if memory.keeps_versions:  # as many as are in flight, however few are held
             waves = self.clock_distance + 3 if len(workers) > 1 else 0
             memory = replace(memory, copies=memory.copies + in_flight - held + waves)
-        problem = PartitionProblem(
+        return PartitionProblem(
             layers=layers, devices=workers[0], in_flight=held, links=self.links, memory=memory
         )
-        return partitions_under_load(problem, workers)
 
-    def _rate(self, layers: Layers, partitions: Sequence[Partition]) -> float:
+    def _rate(self, layers: Layers, partitions: Sequence[Partition], in_flight: int) -> float:
         """Batches per second; each virtual worker has its share of every batch."""
         servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
-        rate = waves_rate(partitions, layers, self.links, self.in_flight, servers)
+        rate = waves_rate(partitions, layers, self.links, in_flight, servers)
         return rate / len(partitions)
 
 
 class _Candidate(NamedTuple):
+    layout: str
     partitions: tuple[Partition, ...]
     held: int
+    in_flight: int
     batches_per_s: float
+
+
+def _in_words(chosen: _Candidate) -> str:
+    sizes = sorted({len(partition.stages) for partition in chosen.partitions})
+    stages = " or ".join(map(str, sizes))
+    return (
+        "`clock_distance` alone takes the layout that is expected to be the fastest: here "
+        f"{len(chosen.partitions)} x {stages} ({chosen.layout}; virtual workers x stages), with "
+        f"{chosen.in_flight} in flight. `virtual_workers` and `layout` give another."
+    )
 
 
 def _share_of(layers: Layers, number: int) -> Layers:
@@ -296,36 +353,6 @@ def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:
     if kind == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
         states = 0
     return Memory(copies=(2 if is_flushed else 3) + states, keeps_versions=not is_flushed)
-
-
-def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:
-    """Where runs of layers end that can't be cut, as they share something.
-
-    Args:
-        model: Its layers.
-        may_part_ties: Whether layers that share a parameter may be in several stages. Those that
-            share a module with parameters or buffers never are.
-    """
-    last: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for place, layer in enumerate(model):
-        for key in _held_by(layer, may_part_ties=may_part_ties):
-            first.setdefault(key, place)
-            last[key] = place
-    spans = [(first[key], last[key]) for key in first]
-    return tuple(
-        end
-        for end in range(1, len(model) + 1)
-        if not any(begins < end <= ends for begins, ends in spans)
-    )
-
-
-def _held_by(layer: nn.Module, *, may_part_ties: bool) -> Iterator[int]:
-    for module in layer.modules():
-        if module._parameters or module._buffers:
-            yield id(module)
-    if not may_part_ties:
-        yield from map(id, layer.parameters())
 
 
 def _kinds(costs: Sequence[Sequence[LayerCost]]) -> list[int]:

@@ -14,9 +14,9 @@ from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.virtual_workers.engine.agreement import writes_weights
+from optuna_fleet.virtual_workers.engine.blocks import blocks_of
 from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
 from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.engine.stage_placement import blocks_of
 from optuna_fleet.virtual_workers.engine.whole import check_owned
 
 
@@ -47,7 +47,7 @@ def make_pipeline(
     workers = options.most_workers
     usable = run.num_of_all_types if workers is None else workers * num_blocks
     if options.may_replicate:
-        usable = max(usable, options.in_flight)
+        usable = max(usable, options.num_parts)
     most = min(bounds.max_devices or usable, usable)
     if bounds.min_devices > most:
         raise FleetConfigError(

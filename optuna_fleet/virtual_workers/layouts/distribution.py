@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.virtual_workers.partition import StageDevice
@@ -10,8 +11,40 @@ from optuna_fleet.virtual_workers.partition import StageDevice
 Workers = tuple[tuple[StageDevice, ...], ...]
 """Devices of each virtual worker."""
 
+LAYOUTS = ("NP", "ED", "HD", "ED-local")
+"""As published; ED-local is ED with the parameters of a stage on the stage's node."""
+
 _MOST_NODES_TO_PAIR = 10
 """945 ways; more nodes are paired strongest with weakest."""
+
+
+def distributions(
+    devices: Sequence[StageDevice],
+    speeds: Mapping[str, float],
+    layout: str | None = None,
+    most_workers: int | None = None,
+) -> Iterator[tuple[str, Workers]]:
+    """Ways to make virtual workers, with their names; of ED those with most of them first.
+
+    Args:
+        devices: Of one or more nodes.
+        speeds: Device type -> speed, in any unit.
+        layout: One of `LAYOUTS`; None for ED with any number, and NP and HD unless the number is
+            given.
+        most_workers: Of ED; by default as many as the smallest node has devices, or as there are
+            devices if no layout is given.
+    """
+    if layout == "ED-local":
+        devices = _alike_within_nodes(devices, speeds)
+    for name in (layout,) if layout else ("ED",) if most_workers else ("ED", "NP", "HD"):
+        if name == "NP":
+            yield name, node_partition(devices)
+        elif name == "HD":
+            yield name, hybrid_distribution(devices, speeds)
+        else:
+            smallest = min(map(len, _by_node(devices).values())) if layout else len(devices)
+            for number in range(min(most_workers or smallest, len(devices)), 0, -1):
+                yield name, equal_distribution(devices, number)
 
 
 def node_partition(devices: Sequence[StageDevice]) -> Workers:
@@ -59,6 +92,18 @@ def hybrid_distribution(devices: Sequence[StageDevice], speeds: Mapping[str, flo
         is_pair = len({device.node for device in group}) == 2
         workers += equal_distribution(group, 2) if is_pair else [tuple(group)]
     return tuple(workers)
+
+
+def _alike_within_nodes(
+    devices: Sequence[StageDevice], speeds: Mapping[str, float]
+) -> list[StageDevice]:
+    """All like the slowest of their node, with the least memory, so that stages are cut alike."""
+    found: list[StageDevice] = []
+    for node in _by_node(devices).values():
+        slowest = min(node, key=lambda device: speeds[device.kind]).kind
+        least = min(device.memory_bytes for device in node)
+        found += [replace(device, kind=slowest, memory_bytes=least) for device in node]
+    return found
 
 
 Pairing = list[list[StageDevice]]

@@ -327,7 +327,7 @@ def test_stopped_reader_does_not_hold_up_the_others():
 def test_waiting_is_measured(agent):
     client = agent.client()
     ends = []
-    client.tell_waits(lambda: ends.append(client.waited_s))
+    client.begin(0, lambda: ends.append(client.waited_s))
     labels(client, epoch=30)
     assert ends[-1] == client.waited_s > 0
     assert ends[::2] == [0.0, *ends[1:-1:2]]  # each wait begins where the one before ended

@@ -172,8 +172,7 @@ def _check_paths(setup: NodeSetup) -> None:
 
 def _adopt(setup: NodeSetup, host: str) -> None:
     """Become what objectives know: the script's paths, and the network that leads to its peers."""
-    os.chdir(setup.cwd)
-    sys.path[:], sys.argv[:] = setup.sys_path, setup.argv
+    setup.workplace.take_on()
     # gloo would look up the machine's name, which need not resolve.
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if interface := interface_of(host):

@@ -1,0 +1,229 @@
+"""The allocation as a mixed-integer program: how many devices of which type each trial gets.
+
+It serves every policy that solves; they differ by what devices are worth to a trial, and by when
+they ask. With x[t,k,m] = 1 if trial t gets m devices of type k::
+
+    maximise    sum v[t,k,m] x[t,k,m] - c sum y[s]
+    subject to  sum_{k,m} x[t,k,m] <= 1                                for each trial t
+                sum_{t,m} m x[t,k,m] + sum_t z[t,k] <= D_k             for each device type k
+                sum_k z[t,k] = sum_m m x[t,several types,m]            for each t that spans types
+                sum_{k,m in A} x[t,k,m] <= sum y[s] over s that admit A
+                sum_s rho_s y[s] <= P
+
+D_k are the devices of type k, less those of trials that can't move now. This is Eq. 16 of
+BFTrainer, with counts in place of its binaries per node: devices of one type are interchangeable,
+so who shrinks keeps some of its own, who grows all of them, and the rest suffices. The last two
+lines are about flotillas (:mod:`optuna_fleet.alloc.windows`): y[s] = 1 if one is open whose rates
+are around rho_s. They are there where a flotilla costs something, or preprocessing is limited.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from optuna_fleet.alloc.problem import SEVERAL, AllocationFailed, AllocationProblem
+from optuna_fleet.alloc.program import TIE, Program, Worth, by_slope
+from optuna_fleet.alloc.shares import Choice, kind_of_share, share_of
+from optuna_fleet.alloc.windows import Key, by_window, phases_of, windows
+
+_logger = logging.getLogger(__name__)
+
+_LARGEST = 1e5  # what the objective is scaled to: CBC takes what differs by 1e-4 for equal
+_RELATIVE_GAP = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Who gets what.
+
+    Attributes:
+        choice: Devices of each trial that flies, those included that can't move.
+        status: "optimal", "feasible" (the time limit came first), "trivial" (nothing was to be
+            decided), or "fallback: ..." with the cause.
+        gap: Relative distance to the solver's bound; None if there is none.
+        solver: Who decided; empty if nobody had to.
+    """
+
+    choice: Choice
+    status: str
+    gap: float | None = None
+    solver: str = ""
+
+
+def decide(problem: AllocationProblem, worth: Worth, *, flotilla_cost: float = 0.0) -> Decision:
+    """The choice that is worth most, or what was found of it within the time limit.
+
+    Where the solver has nothing in time, or fails, the choice is that of :func:`by_slope`.
+    """
+    program = Program.of(problem, worth, flotilla_cost)
+    start = by_slope(program)
+    if not program.options:
+        return Decision(choice=start, status="trivial", gap=0.0)
+    try:
+        decision = _solve(program.without_hopeless(program.value(start)))
+    except AllocationFailed as error:
+        return Decision(choice=start, status=f"fallback: {error}")
+    is_better = program.value(decision.choice) >= program.value(start)
+    return decision if is_better else replace(decision, choice=start)
+
+
+def new_model() -> Any:
+    """A `mip.Model` to be maximised, by HiGHS where that is installed, else by CBC."""
+    # Imported late: the driver names what uses it, but only the solver process loads it.
+    import mip
+
+    model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.HIGHS if _has_highs() else mip.CBC)
+    model.verbose = 0
+    model.threads = 1
+    model.preprocess = 0  # CBC of python-mip 2.0 aborts in its preprocessing on valid models
+    # CBC looks for cuts whatever the time limit: with 400 trials on 500 devices of 3 types for
+    # 8 s, and then has nothing; without, it has the optimum in 0.1 s.
+    model.cuts = 0
+    model.max_mip_gap = _RELATIVE_GAP
+    return model
+
+
+def optimized(model: Any, limit_s: float) -> bool:
+    """Solves it; says whether nothing is better than what was found.
+
+    Raises:
+        AllocationFailed: Nothing was found within the time.
+    """
+    import mip
+
+    status = model.optimize(max_seconds=limit_s)
+    if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
+        raise AllocationFailed(f"the solver ended with {status.name} after {limit_s:g} s at most")
+    return bool(status == mip.OptimizationStatus.OPTIMAL)
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """Turns whatever a solver raises into `AllocationFailed`."""
+    try:
+        yield
+    except AllocationFailed:
+        raise
+    except Exception as error:
+        raise AllocationFailed(f"the solver failed: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=1)
+def _has_highs() -> bool:
+    return any(importlib.util.find_spec(name) for name in ("highspy", "highsbox"))
+
+
+def _solve(program: Program) -> Decision:
+    """The best choice of a program.
+
+    Raises:
+        AllocationFailed: Nothing was found within the time, or the solver failed.
+    """
+    with failing():
+        model = new_model()
+        x, z = _build(model, program)
+        is_optimal = optimized(model, program.problem.time_limit_s)
+        chosen = [key for key, var in x.items() if var.x > 0.5]
+        taken = {key: round(var.x) for key, var in z.items()}
+        gap = float(model.gap)
+    choice = {**program.fixed}
+    for number, kind, m in chosen:
+        mixture = {k: taken[number, k] for k in program.room if taken.get((number, k))}
+        choice[number] = mixture if kind == SEVERAL else {kind: m}
+    name = type(model.solver).__name__.removeprefix("Solver").upper()
+    _logger.debug("%s: optimal %s, gap %g, %d options", name, is_optimal, gap, len(x))
+    return Decision(
+        choice=choice,
+        status="optimal" if is_optimal else "feasible",
+        gap=gap if math.isfinite(gap) else None,
+        solver=name,
+    )
+
+
+def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int, str], Any]]:
+    """The equations of the module.
+
+    Returns:
+        x and z.
+    """
+    import mip
+
+    scale = _LARGEST / max(o.gain for o in program.options)
+    x = {o.key: model.add_var(var_type=mip.BINARY, obj=scale * o.gain) for o in program.options}
+    of_trial: dict[int, list[Any]] = defaultdict(list)
+    of_kind: dict[str, list[Any]] = defaultdict(list)
+    mixed: dict[int, list[Any]] = defaultdict(list)
+    for (number, kind, m), var in x.items():
+        of_trial[number].append(var)
+        (mixed[number] if kind == SEVERAL else of_kind[kind]).append(m * var)
+    for terms in of_trial.values():
+        model += mip.xsum(terms) <= 1
+    z = {
+        key: var
+        for number, terms in mixed.items()
+        for key, var in _add_mixture(model, program, number, terms, x).items()
+    }
+    for kind, room in program.room.items():
+        taken = [var for (_, k), var in z.items() if k == kind]
+        model += mip.xsum([*of_kind[kind], *taken]) <= room
+    if program.has_flotillas:
+        _add_flotillas(model, program, x, scale)
+    return x, z
+
+
+def _add_mixture(
+    model: Any, program: Program, number: int, terms: list[Any], x: Mapping[Key, Any]
+) -> dict[tuple[int, str], Any]:
+    """Devices of each type, two types at least, of a trial that can have several."""
+    import mip
+
+    room = program.room
+    z = {
+        (number, kind): model.add_var(  # rather the fast ones
+            ub=room[kind], obj=-rank * TIE * _LARGEST, var_type=mip.INTEGER
+        )
+        for rank, kind in enumerate(program.problem.types_of(number, SEVERAL))
+    }
+    flies = mip.xsum(var for key, var in x.items() if key[:2] == (number, SEVERAL))
+    model += mip.xsum(z.values()) == mip.xsum(terms)
+    for var in z.values():
+        model += var <= mip.xsum(terms) - flies
+    devices = program.problem.by_number[number].devices
+    own, staying = share_of(program.problem, devices), (number, SEVERAL, len(devices))
+    if len(own) > 1 and staying in x:
+        for kind in sorted(own.keys() & room.keys()):
+            model += z[number, kind] >= own[kind] * x[staying]
+    return z
+
+
+def _add_flotillas(model: Any, program: Program, x: Mapping[Key, Any], scale: float) -> None:
+    import mip
+
+    problem = program.problem
+    fixed = {(t, kind_of_share(s), sum(s.values())) for t, s in program.fixed.items()}
+    by_number = problem.by_number
+    rates = {key: by_number[key[0]].rates_on(key[1])[key[2] - 1] for key in (*x, *fixed)}
+    tried = windows(problem, rates, fixed)
+    cost = -scale * program.flotilla_cost
+    y = [model.add_var(var_type=mip.BINARY, obj=cost) for _ in tried]
+    if math.isfinite(program.limit):
+        # As shares of the limit: the solver's tolerance is absolute, ours relative.
+        drawn = (w.rate / program.limit * var for w, var in zip(tried, y, strict=True))
+        model += mip.xsum(drawn) <= 1
+    phases = phases_of(problem)
+    of_trial: dict[int, dict[Key, float]] = defaultdict(dict)
+    for key, rate in rates.items():
+        of_trial[key[0]][key] = rate
+    for number, own in of_trial.items():
+        there = {s: window for s, window in enumerate(tried) if window.phase == phases[number]}
+        for admitting, keys in by_window(own, there, problem.rate_spread).items():
+            flies = mip.xsum(x[key] for key in keys) if number not in program.fixed else 1
+            model += mip.xsum(y[s] for s in admitting) >= flies

@@ -1,0 +1,83 @@
+"""A script that a launcher starts several times would run as many sweeps: it is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetConfigError, FleetExecutor
+
+SEVERAL: list[tuple[str, dict[str, str]]] = [
+    ("torchrun", {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}),
+    (
+        "`accelerate launch`",
+        {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "RANK": "1"},
+    ),
+    ("A launcher", {"WORLD_SIZE": "16", "RANK": "3"}),
+    ("mpirun", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}),
+    ("mpirun", {"PMI_SIZE": "4", "PMI_RANK": "2"}),
+    ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}),
+]
+ALONE: list[dict[str, str]] = [
+    {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1", "RANK": "0"},
+    {"WORLD_SIZE": "8"},  # of no launcher: they all say which process it is
+    {"WORLD_SIZE": "many", "RANK": "0"},
+    {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+]
+
+
+@pytest.fixture
+def inline() -> FleetExecutor:
+    return FleetExecutor(cluster="inline")
+
+
+@pytest.mark.parametrize(("launcher", "variables"), SEVERAL)
+def test_one_of_several_processes_is_told_to_be_started_once(
+    launcher: str, variables: dict[str, str], inline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    study = optuna.create_study()
+    with pytest.raises(FleetConfigError, match=r"Start it once, as in `python script\.py`") as no:
+        study.optimize(lambda trial: 0.0, n_trials=1, executor=inline)
+    assert str(no.value).startswith(f"{launcher} has started this script as process ")
+    with pytest.raises(FleetConfigError, match=launcher):
+        inline.evaluate(lambda trial: 0.0, {})
+    assert study.trials == []
+
+
+@pytest.mark.parametrize("variables", ALONE)
+def test_one_alone_runs_its_sweep(
+    variables: dict[str, str], inline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    study = optuna.create_study()
+    study.optimize(lambda trial: 0.0, n_trials=1, executor=inline)
+    assert len(study.trials) == 1
+
+
+SCRIPT = """
+import optuna
+from optuna_fleet import FleetExecutor
+
+study = optuna.create_study()
+study.optimize(lambda trial: 0.0, n_trials=1, executor=FleetExecutor(devices=1))
+print("went on")
+"""
+
+
+def test_torchrun_itself_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(script)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "torchrun has started this script as process 0 of 2" in ended.stderr
+    assert "went on" not in ended.stdout
