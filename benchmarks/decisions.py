@@ -1,130 +1,124 @@
-"""How long decisions take: the count problem solved in both ways, and whole elastic allocations.
+"""How long the decisions of the elastic allocator take: worths, the model, and the devices chosen.
 
-python benchmarks/decisions.py --data FOLDER           # or set OPTUNA_FLEET_DATA; about a minute
+python -m benchmarks.decisions                # less than a minute
 
-FOLDER holds `bftrainer_jobs.json`, see `benchmarks/trace.py`: the trials of the first two sizes
-are its diverse workload, on random devices at the moment of the decision. The problems of the
-last size are taken from a simulated sweep while all of its trials are unfinished. An instance
-counts with the best of several times; the table has the smallest, median and largest instance.
+Trials of unlike speed and scaling, three in four of which fly as widths come about, a tenth of the
+devices idle. Times are of whole decisions, p50 and p90 of all instances: of the worths, the model
+and the choice of the devices. Options are how many devices of which type a trial could get, before
+and after those are ruled out that are in no better choice; medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
-from ensembles import NUM_TRIALS, ensemble
-from problems import random_problem
 
-from optuna_fleet.alloc.counts import CountProblem, solve_exactly
-from optuna_fleet.alloc.counts_mip import solve_by_mip
-from optuna_fleet.alloc.elastic import ElasticAllocator, count_problem
-from optuna_fleet.alloc.problem import AllocationProblem, Plan
-from optuna_fleet.replay.jobs import load_jobs
-from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.alloc import AllocationProblem, Candidate, ElasticAllocator
+from optuna_fleet.alloc.program import Program, by_slope
 
-_DATA = "OPTUNA_FLEET_DATA"
-_FORWARD_LOOKING_S = 120.0
-_MIP_LIMIT_S = 60.0
-_REPEATS = 3
+SIZES = ((24, 16, 1), (24, 16, 2), (64, 64, 1), (64, 64, 2), (35, 800, 1))
+"""Trials, devices, device types."""
 
-Problem = TypeVar("Problem", AllocationProblem, CountProblem)
+_WIDEST = 160
+_NODE = 4
+_RESCALE_S = 20.0
 
 
-# -- problems ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Timed:
+    """One decision.
+
+    Attributes:
+        whole_s: How long all of it took.
+        options: Before and after ruling out.
+        is_optimal: Whether the solver says so.
+    """
+
+    whole_s: float
+    options: tuple[int, int]
+    is_optimal: bool
 
 
-@dataclass(slots=True)
-class Recorder:
-    """The elastic allocator, with a memory."""
+def made_up(num_trials: int, num_devices: int, num_kinds: int, seed: int) -> AllocationProblem:
+    draw = random.Random(seed)
+    kinds = ["a", "b"][:num_kinds]
+    nodes = [tuple(range(k, k + _NODE)) for k in range(0, num_devices, _NODE)]
+    of_node = [kinds[k * num_kinds // len(nodes)] for k in range(len(nodes))]
+    per_kind = num_devices // num_kinds
+    free = {kind: list(range(k * per_kind, (k + 1) * per_kind)) for k, kind in enumerate(kinds)}
+    widest = min(_WIDEST, per_kind)
 
-    problems: list[AllocationProblem] = field(default_factory=list)
-    name: str = "recorder"
+    def trial(number: int) -> Candidate:
+        one, power = draw.uniform(20, 180), draw.uniform(0.7, 0.95)
+        speeds = {"a": one, "b": one * draw.uniform(0.3, 0.7)}
+        curve = [m**power for m in range(1, widest + 1)]
+        rates = {kind: tuple(speeds[kind] * c for c in curve) for kind in kinds}
+        kind = draw.choice(kinds)
+        wanted = min(widest, max(1, round(draw.uniform(0.2, 2) * num_devices / num_trials)))
+        left = len(free[kind]) - per_kind // 10
+        flies = draw.random() < 0.75 and wanted <= left
+        return Candidate(
+            number=number,
+            rates=rates[kind],
+            rates_by_kind=rates if num_kinds > 1 else {},
+            devices=tuple(free[kind].pop() for _ in range(wanted * flies)),
+            epochs_done=draw.randint(0, 12),
+            samples_per_epoch=3e4,
+            rescale_up_s=_RESCALE_S,
+            rescale_down_s=_RESCALE_S,
+        )
 
-    def allocate(self, problem: AllocationProblem) -> Plan:
-        """Decide and remember the problem."""
-        self.problems.append(problem)
-        return ElasticAllocator().allocate(problem)
-
-
-def sweep_problems(num_devices: int, num_instances: int) -> list[AllocationProblem]:
-    """Problems of one sweep, evenly spread over the time before the first trial ends."""
-    recorder = Recorder()
-    trials = ensemble("A", 100, num_devices)
-    EnsembleScenario(trials=trials, num_devices=num_devices, allocator=recorder).run()
-    whole = [p for p in recorder.problems if len(p.candidates) == NUM_TRIALS]
-    picked = np.linspace(0, len(whole) - 1, num_instances).astype(int)
-    return [whole[k] for k in picked]
-
-
-def counts_of(problem: AllocationProblem) -> CountProblem:
-    """The count problem for throughput."""
-    return count_problem(problem, "throughput", _FORWARD_LOOKING_S)[1]
-
-
-# -- table ------------------------------------------------------------------------------------
-
-
-def print_row(
-    what: str,
-    decide: Callable[[Problem], object],
-    problems: Sequence[Problem],
-    repeats: int = _REPEATS,
-) -> None:
-    times_ms = [_best_ms(decide, problem, repeats) for problem in problems]
-    low, middle, high = min(times_ms), statistics.median(times_ms), max(times_ms)
-    print(f"| {what} | {len(times_ms)} | {low:.3g} | {middle:.3g} | {high:.3g} |", flush=True)
+    return AllocationProblem(
+        candidates=tuple(trial(n) for n in range(num_trials)),
+        nodes=tuple(nodes),
+        kinds=tuple(of_node) if num_kinds > 1 else (),
+        rate_spread=float("inf"),
+        finished_epochs=(10, 12, 14, 16, 20),
+    )
 
 
-def _best_ms(decide: Callable[[Problem], object], problem: Problem, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        decide(problem)
-        times.append(time.perf_counter() - began)
-    return 1e3 * min(times)
+def timed(allocator: ElasticAllocator, problem: AllocationProblem) -> Timed:
+    began = time.perf_counter()
+    plan = allocator.allocate(problem)
+    whole_s = time.perf_counter() - began
+    program = Program.of(problem, allocator.worth(problem), 0.0)
+    kept = program.without_hopeless(program.value(by_slope(program)))
+    return Timed(
+        whole_s=whole_s,
+        options=(len(program.options), len(kept.options)),
+        is_optimal=plan.status in ("optimal", "trivial"),
+    )
+
+
+def row_of(allocator: ElasticAllocator, size: tuple[int, int, int], num_instances: int) -> str:
+    found = [timed(allocator, made_up(*size, seed)) for seed in range(num_instances)]
+    whole = [1e3 * t.whole_s for t in found]
+    before, after = np.median([t.options for t in found], axis=0).astype(int).tolist()
+    cells = [
+        f"{size[0]} x {size[1]}" + (", two types" if size[2] > 1 else ""),
+        allocator.objective,
+        *(f"{ms:.3g} ms" for ms in (np.percentile(whole, 50), np.percentile(whole, 90))),
+        f"{before:,} -> {after:,}" if after < before else f"{before:,}",
+        f"{sum(t.is_optimal for t in found)} of {len(found)}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = os.environ.get(_DATA)
-    parser.add_argument(
-        "--data", type=Path, default=default, required=default is None, help=f"or ${_DATA}"
-    )
-    parser.add_argument("--instances", type=int, default=11)
+    parser.add_argument("--instances", type=int, default=20)
     options = parser.parse_args()
-    jobs = load_jobs(options.data / "bftrainer_jobs.json", "diverse")
-    seeds = range(options.instances)
-    some = [random_problem(jobs[:35], 800, seed) for seed in seeds]
-    many = [random_problem(jobs[:1000], 10_000, seed) for seed in seeds]
-    throughput, makespan = ElasticAllocator(objective="throughput"), ElasticAllocator()
-    print("| decision | instances | min, ms | median, ms | max, ms |\n|---|---|---|---|---|")
-    print_row(
-        "count problem, 35 trials x 800 nodes, MIP",
-        lambda counts: solve_by_mip(counts, _MIP_LIMIT_S),
-        [counts_of(problem) for problem in some],
-        repeats=1,
-    )
-    print_row("the same, exact", solve_exactly, [counts_of(problem) for problem in some])
-    print_row("the same, whole `allocate`", throughput.allocate, some)
-    print_row(
-        "count problem, 1,000 trials x 10,000 devices, exact",
-        solve_exactly,
-        [counts_of(problem) for problem in many],
-    )
-    print_row("the same, whole `allocate`", throughput.allocate, many)
-    print_row(
-        "makespan, 100 trials x 160 devices, whole `allocate`",
-        makespan.allocate,
-        sweep_problems(160, options.instances),
-    )
+    ElasticAllocator().allocate(made_up(*SIZES[0], 0))  # the first one loads the solver
+    print("| trials x devices | objective | p50 | p90 | options | optimal |")
+    print("|---|---|---|---|---|---|")
+    for size in SIZES:
+        for objective in ("makespan", "throughput"):
+            allocator = ElasticAllocator(objective=objective)
+            print(row_of(allocator, size, options.instances), flush=True)
 
 
 if __name__ == "__main__":

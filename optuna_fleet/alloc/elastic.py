@@ -72,10 +72,11 @@ class ElasticAllocator:
         """Solves ``problem``; see :class:`Allocator`."""
         if not problem.candidates or not problem.num_devices:
             return assemble(problem, [], allocator=self.name, status="trivial")
-        decision = decide(problem, self._worth(problem))
+        decision = decide(problem, self.worth(problem))
         return plan_of(problem, decision, place_changes, allocator=self.name)
 
-    def _worth(self, problem: AllocationProblem) -> Worth:
+    def worth(self, problem: AllocationProblem) -> Worth:
+        """What devices are worth to each trial; of a problem with candidates and devices."""
         if self.objective == "makespan":
             return makespan_worth(problem, self.hedge)
         return partial(_gains, problem, self.objective, self.forward_looking_s)

@@ -7,6 +7,7 @@ they ask. With x[t,k,m] = 1 if trial t gets m devices of type k::
     subject to  sum_{k,m} x[t,k,m] <= 1                                for each trial t
                 sum_{t,m} m x[t,k,m] + sum_t z[t,k] <= D_k             for each device type k
                 sum_k z[t,k] = sum_m m x[t,several types,m]            for each t that spans types
+                z[t,k] <= sum_m (m - 1) x[t,several types,m]           for each such t, and k
                 sum_{k,m in A} x[t,k,m] <= sum y[s] over s that admit A
                 sum_s rho_s y[s] <= P
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
-from optuna_fleet.alloc.shares import Choice, Share, groups_of, kind_of_share, pinned_choice
+from optuna_fleet.alloc.shares import (
+    Choice,
+    Share,
+    groups_of,
+    kind_of_share,
+    pinned_choice,
+    share_of,
+)
 from optuna_fleet.alloc.streams import affordable, demand, stream_limit
 from optuna_fleet.alloc.windows import Key
 
@@ -21,12 +28,20 @@ FloatArray = NDArray[np.float64]
 Worth = Callable[[Candidate, str], Iterable[tuple[int, float]]]
 """Numbers of devices of a type, ascending, and what each is worth above waiting."""
 
+Hull = list[tuple[int, float]]
+"""Devices and what they are worth, ascending."""
+
+Step = tuple[float, int, str, int, int]
+"""(-gain per device, trial, type, from, to)."""
+
+_ANY = -1  # a step from whatever it has
+
 TIE = 1e-7
 """By how much of a gain that is preferred of what is worth as much."""
 
 _MANY = 100  # options from which on it pays to rule some out beforehand
 _HALVINGS = 30
-_SWEEPS = 4
+_SWEEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,39 +179,81 @@ def _preferred(problem: AllocationProblem, option: Option) -> Option:
 def by_slope(program: Program) -> Choice:
     """Gives devices where each is worth most, as long as there are any.
 
-    Optimal but for what the last devices do, where a trial's next ones are worth ever less.
+    Optimal but for what the last devices do, where all are of one type and a trial's next ones are
+    worth ever less. With several types, trials come first where they are not crowded.
     """
+    hulls = _hulls(program.options)
+    steps = sorted(_steps(hulls))
+    tried = [steps]
+    if len(program.room) > 1:
+        kinds = _uncrowded(hulls, program.room)
+        tried.append(sorted(steps, key=lambda step: kinds[step[1]] != step[2]))
+    last = sorted((-o.gain / o.devices, *o.key[:2], _ANY, o.devices) for o in program.options)
+    return max((_filled(program, (*order, *last)) for order in tried), key=program.value)
+
+
+def _filled(program: Program, steps: Iterable[Step]) -> Choice:
+    """What all steps come to that can be made, in that order."""
     choice = {number: dict(share) for number, share in program.fixed.items()}
     free = dict(program.room)
     grows_on: dict[int, tuple[str, int]] = {}
-    for _, number, kind, before, after in sorted(_steps(program.options)):
-        if grows_on.get(number, (kind, 0)) != (kind, before):
+    for _, number, kind, before, after in steps:
+        there, now = grows_on.get(number, (kind, 0))
+        is_next = before in (now, _ANY) and now < after <= now + sum(free.values())
+        if there != kind or not is_next:
             continue
-        share = dict(choice.get(number, {}))
-        left = dict(free)
-        if not _take(left, share, program.problem.types_of(number, kind), after - before):
-            continue
-        if kind == SEVERAL and len(share) == 1:
-            continue
-        if program.serves({**choice, number: share}):
-            choice[number], free, grows_on[number] = share, left, (kind, after)
+        had = choice.get(number, {})
+        available = {k: n + had.get(k, 0) for k, n in free.items()}
+        share = _share(program.problem, available, number, kind, after)
+        if share and program.serves({**choice, number: share}):
+            choice[number], grows_on[number] = share, (kind, after)
+            free = {k: n - share.get(k, 0) for k, n in available.items()}
     return choice
 
 
-def _take(free: Share, share: Share, kinds: Iterable[str], m: int) -> bool:
-    """Moves devices from those that are free, of the first types first."""
-    for k in kinds:
-        taken = min(m, free[k])
-        if taken:
-            free[k] -= taken
-            share[k] = share.get(k, 0) + taken
-            m -= taken
-    return m == 0
+def _share(
+    problem: AllocationProblem, available: Share, number: int, kind: str, m: int
+) -> Share | None:
+    """So many devices of that type; of a mixture rather those it has, then the fast ones."""
+    share: Share = {}
+    types = problem.types_of(number, kind)
+    own = share_of(problem, problem.by_number[number].devices)
+    for first in (own, available):
+        for k in types:
+            have = share.get(k, 0)
+            taken = min(first.get(k, 0) - have, available[k] - have, m - sum(share.values()))
+            if taken > 0:
+                share[k] = have + taken
+    if sum(share.values()) < m or kind_of_share(share) != kind:  # of one type is no mixture
+        return None
+    is_another = len(own) > 1 and len(share) > 1 and m == sum(own.values())
+    # Of as many devices as it has it is worth something only as it is.
+    return None if is_another and any(share.get(k, 0) < own.get(k, 0) for k in types) else share
 
 
-def _steps(options: Sequence[Option]) -> list[tuple[float, int, str, int, int]]:
-    """(-gain per device, trial, type, from, to) along each trial's least concave majorant."""
-    hulls: dict[tuple[int, str], list[tuple[int, float]]] = {}
+def _uncrowded(hulls: Mapping[tuple[int, str], Hull], room: Mapping[str, int]) -> dict[int, str]:
+    """The type where each trial's equal share is worth most, those first who care most."""
+    crowd = dict.fromkeys(room, 1)
+
+    def at_equal_share(number: int, kind: str) -> float:
+        share = room.get(kind, 0) / crowd.get(kind, 1)
+        devices, gains = zip(*hulls[number, kind], strict=True)
+        return float(np.interp(share, devices, gains))
+
+    of_trial: dict[int, list[str]] = {}
+    for number, kind in hulls:
+        of_trial.setdefault(number, []).append(kind)
+    worth = {t: sorted(at_equal_share(t, k) for k in of_trial[t]) for t in of_trial}
+    chosen = {}
+    for number in sorted(of_trial, key=lambda t: worth[t][0] - worth[t][-1]):
+        chosen[number] = max(of_trial[number], key=partial(at_equal_share, number))
+        crowd[chosen[number]] = crowd.get(chosen[number], 1) + 1
+    return chosen
+
+
+def _hulls(options: Iterable[Option]) -> dict[tuple[int, str], Hull]:
+    """Least concave majorant of what each trial's devices of a type are worth, from none on."""
+    hulls: dict[tuple[int, str], Hull] = {}
     for o in options:
         hull = hulls.setdefault((o.number, o.kind), [(0, 0.0)])
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(
@@ -204,11 +261,13 @@ def _steps(options: Sequence[Option]) -> list[tuple[float, int, str, int, int]]:
         ):
             hull.pop()
         hull.append((o.devices, o.gain))
-    return [
-        (-_slope(before, after), number, kind, before[0], after[0])
-        for (number, kind), hull in hulls.items()
-        for before, after in pairwise(hull)
-    ]
+    return hulls
+
+
+def _steps(hulls: Mapping[tuple[int, str], Hull]) -> Iterator[Step]:
+    for (number, kind), hull in hulls.items():
+        for before, after in pairwise(hull):
+            yield -_slope(before, after), number, kind, before[0], after[0]
 
 
 def _slope(before: tuple[int, float], after: tuple[int, float]) -> float:
@@ -230,20 +289,25 @@ def _prices(
     """A price per device of each type, at which what trials like best takes about all of them."""
     names = [*room, SEVERAL]
     of = np.array([names.index(kind) for kind in kinds])
+    rooms = np.array(list(room.values()))
     prices = np.zeros(len(names))
-    trial = np.repeat(np.arange(len(starts)), np.diff([*starts, len(gains)]))
+    lengths = np.diff([*starts, len(gains)])
 
-    def demanded(k: int) -> int:
+    def is_overdrawn(which: NDArray[np.int64]) -> bool:
+        prices[-1] = prices[:-1].mean()
         reduced = gains - sizes * prices[of]
-        best = np.maximum.reduceat(reduced, starts)
-        likes = (reduced >= best[trial]) & (reduced > 0) & (of == k)
-        return int(sizes[likes].sum())
+        best = np.repeat(np.maximum.reduceat(reduced, starts), lengths)
+        likes = (reduced >= best) & (reduced > 0) & np.isin(of, which)
+        return bool(sizes[likes].sum() > rooms[which].sum())
 
-    for k, kind in list(enumerate(room)) * (_SWEEPS if len(room) > 1 else 1):
+    # One price for all types first; then each of its own, as the others change what it should be.
+    every = np.arange(len(room))
+    one_by_one = np.tile(every, _SWEEPS if len(room) > 1 else 0)
+    for which in [every, *one_by_one[:, None]]:
         low, high = 0.0, float((gains / sizes).max())
         for _ in range(_HALVINGS):
-            prices[k] = (low + high) / 2
-            low, high = (prices[k], high) if demanded(k) > room[kind] else (low, prices[k])
-        prices[k] = high
+            prices[which] = middle = (low + high) / 2
+            low, high = (middle, high) if is_overdrawn(which) else (low, middle)
+        prices[which] = high
     prices[-1] = prices[:-1].min()  # at the least: a bound, whatever it takes
     return dict(zip(names, prices.tolist(), strict=True))

@@ -3,10 +3,9 @@
 import itertools
 import math
 
-from optuna_fleet.alloc import AllocationProblem, Candidate, MipAllocator
-from tests.behaviour.allocation import problems, ruled_problems
-
-__all__ = ["problems", "ruled_problems"]
+from optuna_fleet.alloc import SEVERAL, AllocationProblem, Candidate
+from optuna_fleet.alloc.shares import pinned_choice, share_of
+from optuna_fleet.alloc.streams import stream_limit
 
 SLIDE_RATES = {  # FLEET's slides 27-30
     1: (100.0, 190.0, 270.0, 350.0),
@@ -25,60 +24,76 @@ def counts(plan):
     return {number: len(a.devices) for number, a in plan.assignments.items()}
 
 
-def best_objective(problem):
-    """The largest objective of all admissible plans; tries them all."""
-    allocator = MipAllocator()
-    values = allocator.values(problem)
-    options = {c.number: [0] for c in problem.candidates}
-    for number, m in values:
-        options[number].append(m)
-    for number, m in problem.pinned.items():
-        options[number] = [m]
-    best = 0.0 if not problem.pinned else -math.inf
-    for widths in itertools.product(*options.values()):
-        flying = {t: m for t, m in zip(options, widths, strict=True) if m}
-        work = sum(values[option] for option in flying.items())
-        if sum(widths) <= problem.num_devices and work > best:
-            best = max(best, work - allocator.flotilla_cost * fewest(problem, flying))
+def shares_of(problem, candidate):
+    """All that a trial could have: device type -> devices."""
+    kinds = list(problem.num_by_kind)
+    for numbers in itertools.product(*(range(n + 1) for n in problem.num_by_kind.values())):
+        share = {k: m for k, m in zip(kinds, numbers, strict=True) if m}
+        may_have = len(share) == 1 or (candidate.spans_types and len(share) > 1)
+        if may_have and is_as_it_is(problem, candidate, share):
+            yield share
+
+
+def is_as_it_is(problem, candidate, share):
+    """Whether a mixture of as many devices as it has is the one that it has."""
+    own = share_of(problem, candidate.devices)
+    as_many = len(own) > 1 and len(share) > 1 and sum(share.values()) == len(candidate.devices)
+    return not as_many or all(share.get(k, 0) >= own[k] for k in own.keys() & problem.num_by_kind)
+
+
+def kind_and_width(share):
+    kind, *others = share
+    return SEVERAL if others else kind, sum(share.values())
+
+
+def best_choice(problem, gains, flotilla_cost):
+    """The largest worth of all choices that can be flown; tries them all.
+
+    Args:
+        problem: Of few trials and devices.
+        gains: (trial, type, devices) -> worth of what can be chosen.
+        flotilla_cost: Of each flotilla.
+    """
+    pinned = pinned_choice(problem)
+    options = [
+        [pinned[t]]
+        if t in pinned
+        else [{}, *(s for s in shares_of(problem, c) if (t, *kind_and_width(s)) in gains)]
+        for t, c in problem.by_number.items()
+    ]
+    best = -math.inf
+    for shares in itertools.product(*options):
+        used = [sum(s.get(kind, 0) for s in shares) for kind in problem.num_by_kind]
+        if all(m <= n for m, n in zip(used, problem.num_by_kind.values(), strict=True)):
+            choice = {t: s for t, s in zip(problem.by_number, shares, strict=True) if s}
+            work = work_of(choice, gains, pinned)
+            if work > best:
+                best = max(best, work - flotilla_cost * fewest(problem, choice))
     return best
 
 
-def fewest(problem, widths):
+def work_of(choice, gains, pinned):
+    return sum(gains[(t, *kind_and_width(s))] for t, s in choice.items() if t not in pinned)
+
+
+def fewest(problem, choice):
     """Fewest flotillas, of all ways to form them, that keep to the rules; infinite if none."""
-    numbers = sorted(widths)
-    rate = {t: problem.by_number[t].rate(m) for t, m in widths.items()}
+    by_number, limit = problem.by_number, stream_limit(problem) * (1 + 1e-9)
+    rate = {}
+    for number, share in choice.items():
+        kind, m = kind_and_width(share)
+        rate[number] = by_number[number].rates_on(kind)[m - 1]
     found = math.inf
-    for groups in partitions(numbers):
+    for groups in partitions(sorted(choice)):
         rates = [[rate[t] for t in group] for group in groups]
-        alike = all(len({problem.by_number[t].epochs_done for t in g}) == 1 for g in groups)
+        alike = all(len({by_number[t].epochs_done for t in g}) == 1 for g in groups)
         if (
             (alike or not problem.phases)
             and all(max(r) <= min(r) * problem.rate_spread for r in rates)
-            and sum(map(max, rates)) <= least_capacity(problem) * (1 + 1e-9)
+            and sum(map(max, rates)) <= limit
         ):
             found = min(found, len(groups))
     return found
-
-
-def least_capacity(problem):
-    """The preprocessors' capacity or, if more, what can't be avoided."""
-    capacity = problem.preprocess_samples_per_s
-    if capacity is None:
-        return math.inf
-    if pinned := problem.pinned:
-        rates = {t: problem.by_number[t].rate(m) for t, m in pinned.items()}
-        ways = [
-            sum(max(rates[t] for t in g) for g in groups)
-            for groups in partitions(sorted(pinned))
-            if all(
-                max(rates[t] for t in g) <= min(rates[t] for t in g) * problem.rate_spread
-                and len({problem.by_number[t].epochs_done for t in g}) == 1
-                for g in groups
-            )
-        ]
-        return max(capacity, min(ways))
-    fitting = [c for c in problem.candidates if c.min_devices <= problem.num_devices]
-    return max([capacity, *[min(c.rate(c.min_devices) for c in fitting)] * bool(fitting)])
 
 
 def partitions(items):
