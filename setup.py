@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "optuna_fleet.pipeline._resample",
-            ["optuna_fleet/pipeline/_resample.c"],
+            "optuna_fleet.images._resample",
+            ["optuna_fleet/images/_resample.c"],
             extra_compile_args=["-O3"],
             optional=True,
         )

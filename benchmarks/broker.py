@@ -66,7 +66,6 @@ def answer(order: object) -> object:
         key=order.key,
         nbytes=order.max_bytes,
         num_samples=order.chunk_size,
-        num_made=order.chunk_size,
         busy_s=1e-3,
     )
 
@@ -137,7 +136,7 @@ def _reading(sock: socket.socket, num_chunks: int) -> Callable[[object], bool]:
 
 def serve(num_preprocessors: int, num_readers: int, num_chunks: int) -> None:
     """Serve a pass over so many chunks to all readers."""
-    pipeline = SharedPipeline(train=Numbers(num_chunks * IMAGES), split=False)
+    pipeline = SharedPipeline(train=Numbers(num_chunks * IMAGES))
     setup = pipeline.packed().setup(num_preprocessors)
     chunk_bytes = IMAGES * SAMPLE_BYTES
     wanted = replace(setup.wanted, memory_bytes=MEMORY_BYTES, chunk_bytes=chunk_bytes)

@@ -37,7 +37,7 @@ def sweep(is_checked: bool) -> dict[str, float]:
     import digits
     import optuna
 
-    from optuna_fleet import FleetExecutor, SharedPipeline
+    from optuna_fleet import FleetExecutor
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(  # the same trials, all to their end
@@ -45,8 +45,7 @@ def sweep(is_checked: bool) -> dict[str, float]:
         sampler=optuna.samplers.RandomSampler(seed=0),
         pruner=optuna.pruners.NopPruner(),
     )
-    train, val = digits.load_datasets()
-    pipeline = SharedPipeline(train=train, val=val, split=True)
+    pipeline = digits.make_pipeline()
     with FleetExecutor(pipeline, devices=4, device_type="cpu", preflight=is_checked) as fleet:
         study.optimize(digits.objective, n_trials=24, executor=fleet)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

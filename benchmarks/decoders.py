@@ -16,11 +16,9 @@ import importlib.util
 import io
 import json
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from sklearn.datasets import load_sample_images
 from torchvision import io as torchvision_io
 from torchvision.transforms import v2
 
-from optuna_fleet import RandomResizedCrop, Reencoded, pipeline, read_image
+from optuna_fleet import RandomResizedCrop, images, read_image
 
 Decode = Callable[[Any], Any]
 
@@ -84,18 +82,10 @@ def decoders(kind: str) -> dict[str, Decode]:
     return found | {"read_image": read_image}
 
 
-def crops(folder: str) -> dict[str, Decode]:
+def crops() -> dict[str, Decode]:
     """Ways from a JPEG file to a random crop of it."""
     crop = v2.RandomResizedCrop(OUTPUT_PX, antialias=True)
     ours = RandomResizedCrop(OUTPUT_PX)
-    reencoded = Reencoded(folder)
-
-    def by_path(data: bytes) -> torch.Tensor:
-        path = Path(folder) / f"{len(data)}.jpg"  # they are of unlike length
-        if not path.exists():
-            path.write_bytes(data)
-        return ours(reencoded(path))
-
     return {
         "pillow, v2": lambda data: crop(by_pillow(data)),
         "PIL image, v2": lambda data: crop(Image.open(io.BytesIO(data)).convert("RGB")),
@@ -103,7 +93,6 @@ def crops(folder: str) -> dict[str, Decode]:
         "read_image, v2": lambda data: crop(read_image(data)),
         "ours, full decoding": RandomResizedCrop(OUTPUT_PX, scaled_decoding=False),
         "ours": ours,
-        "ours of Reencoded": by_path,
     }
 
 
@@ -120,11 +109,11 @@ def decoded_crops() -> dict[str, Decode]:
 
 
 def _without_compiler(crop: RandomResizedCrop, image: torch.Tensor) -> torch.Tensor:
-    compiled, pipeline.crops._resample = pipeline.crops._resample, None
+    compiled, images.crops._resample = images.crops._resample, None
     try:
         return crop(image)
     finally:
-        pipeline.crops._resample = compiled
+        images.crops._resample = compiled
 
 
 def cpu_us(decode: Decode, files: Sequence[Any]) -> float:
@@ -168,8 +157,7 @@ def measure_files(rounds: int, quick: bool) -> None:
     for size, times in (((500, 375), 8), ((2000, 1500), 1), ((4000, 3000), 0.5)):
         count = 2 if quick else min(NUM_PHOTOGRAPHS, int(NUM_PHOTOGRAPHS * times))
         files = photographs(*size, "JPEG", count) * (1 if quick else max(1, int(times)))
-        with tempfile.TemporaryDirectory() as folder:
-            compare(f"JPEG to a crop of {OUTPUT_PX}", size, crops(folder), files, rounds)
+        compare(f"JPEG to a crop of {OUTPUT_PX}", size, crops(), files, rounds)
 
 
 def measure_decoded(rounds: int, quick: bool) -> None:

@@ -3,7 +3,7 @@
 Every node is an agent in a network namespace of its own on this machine, with two preprocessors
 and one reader that only counts; chunks travel in TLS. A sample takes a fixed time that costs no
 CPU (a sleep), so that nodes do not take each other's cores. Schemes take turns within each n.
-One JSON line per run, with what the cost model predicts from what one node reaches alone.
+One JSON line per run, with what the formula predicts from what one node reaches alone.
 
     python benchmarks/exchange.py [--rounds 3] [--mbit-per-s 100] [--nodes 2 3 4]
     python benchmarks/exchange.py --quick   # two nodes, few samples; for trying out
@@ -24,13 +24,15 @@ from typing import Any
 import torch
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange.cost import Measured, peak
 from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from exchange_harness import Node, agree
 from network_namespaces import Switch
 from pipeline_harness import Forked
+
+from benchmarks.papers.peak import Measured, peak
 
 SAMPLE_S = 5e-3
 SHAPE = (3, 96, 96)
@@ -92,19 +94,17 @@ def run(num_nodes: int, scheme: Scheme, link: float | None, *, num_samples: int)
 
 
 def predicted(record: dict[str, Any], alone: float) -> float:
-    """What the cost model says, from what one node reaches by itself."""
+    """What the formula says, from what one node reaches by itself."""
     n, link = record["nodes"], record["mbit_per_s"]
     counts = {"single-broadcast": 1, "multi-broadcast": math.ceil(n / 2)}
     measured = Measured(
-        samples_per_s=(alone,) * n,
+        num_nodes=n,
+        samples_per_s=alone,
         sample_s=SAMPLE_S,
-        wanted_per_s=math.inf,
         sample_bytes=SAMPLE_BYTES,
         bytes_per_s=link * 125_000 if link else FAST_LINK_BYTES_PER_S,
     )
-    return round(
-        peak(record["scheme"], tuple(range(counts.get(record["scheme"], n))), measured), 1
-    )
+    return round(peak(record["scheme"], counts.get(record["scheme"], n), measured), 1)
 
 
 def main() -> None:

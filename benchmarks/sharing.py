@@ -142,29 +142,6 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
     )
 
 
-def measure_rolling(effort: Effort) -> Iterator[Row]:
-    """The pruning sweep with memory for a quarter of an epoch: trials of unlike epochs."""
-    factors: dict[str, list[float]] = {"canonical": [], "rolling": []}
-    wrong = 0
-    for _ in range(effort.rounds):
-        for order, found in factors.items():
-            options = {"memory_bytes": effort.epoch_bytes // 4, "order": order}
-            done = run("ours", effort, pruning_sweep(), slots=4, options=options)
-            assert done.counts is not None
-            found.append(done.total("samples") / done.counts["preprocessed"])
-            wrong += done.total("missed") + done.total("repeated")
-    for order, found in factors.items():
-        yield Row(
-            row="pruning sweep in a window of a quarter epoch: samples read / made",
-            system=f"order={order}",
-            trials=24,
-            unit="x",
-            runs=tuple(found),
-        )
-    row = "the same: samples missed or repeated"
-    yield Row(row=row, system="ours", trials=24, unit="samples", runs=(float(wrong),), most=0)
-
-
 def measure_handover(effort: Effort) -> Iterator[Row]:
     """Ready batches handed to eight trainers."""
     epochs = 50
@@ -238,7 +215,6 @@ MEASURES: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "fastest": measure_fastest,
     "epochs": measure_epochs,
     "sweep": measure_sweep,
-    "rolling": measure_rolling,
     "handover": measure_handover,
     "slow": measure_slow,
     "mixed": measure_mixed,

@@ -23,7 +23,7 @@ import optuna
 from rich.console import Console
 
 from examples import digits
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor
 from optuna_fleet.visualization.live.page import page
 from optuna_fleet.visualization.live.snapshot import Snapshot, snapshot_of
 from optuna_fleet.visualization.live.storage import open_study
@@ -57,8 +57,7 @@ def draw_sweep() -> None:
         seen: list[View] = []
         watcher = threading.Thread(target=watch, args=(url, study, seen), daemon=True)
         watcher.start()
-        train, val = digits.load_datasets()
-        pipeline = SharedPipeline(train=train, val=val, split=True)
+        pipeline = digits.make_pipeline()
         with FleetExecutor(pipeline, devices=4, device_type="cpu", max_trials=3) as fleet:
             objective: Any = partial(digits.objective, num_epochs=15)
             study.optimize(objective, n_trials=24, executor=fleet)

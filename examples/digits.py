@@ -18,7 +18,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torchvision.transforms import v2
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, SharedPipeline, take_apart
 from optuna_fleet.visualization import plot_timeline, save_timeline
 
 
@@ -47,6 +47,13 @@ def load_datasets() -> tuple[Digits, Digits]:
         digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target
     )
     return Digits(train_x, train_y, augment=True), Digits(val_x, val_y, augment=False)
+
+
+def make_pipeline() -> SharedPipeline:
+    """Return both sets as the trials share them: digits are enlarged once."""
+    train, val = load_datasets()
+    train, augment, finish = take_apart(train, augment=1, finish=2)
+    return SharedPipeline(train=train, val=val, augment=augment, finish={"train": finish})
 
 
 def build_model(trial: optuna.Trial) -> nn.Module:
@@ -111,15 +118,13 @@ def main() -> None:
     if arguments.devices is None and not torch.cuda.device_count():
         arguments.devices = 4
 
-    train, val = load_datasets()
     study = optuna.create_study(
         direction="maximize",
         sampler=optuna.samplers.TPESampler(seed=0),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2),
         storage=arguments.storage,
     )
-    pipeline = SharedPipeline(train=train, val=val, split=True)
-    with FleetExecutor(pipeline, devices=arguments.devices) as fleet:
+    with FleetExecutor(make_pipeline(), devices=arguments.devices) as fleet:
         study.optimize(
             functools.partial(objective, num_epochs=arguments.epochs),
             n_trials=arguments.trials,

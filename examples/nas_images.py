@@ -32,7 +32,7 @@ from torchvision.models import DenseNet, ResNet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.transforms import v2
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, SharedPipeline, take_apart
 from optuna_fleet.visualization import save_timeline
 
 Photographs = list[tuple[str, int]]
@@ -102,6 +102,22 @@ class PhotographFolder(torch.utils.data.Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         path, label = self.photographs[index]
         return self.transform(decode(path)), label
+
+
+def make_pipeline(
+    train: Photographs, val: Photographs, *, image_size: int, seed: int = 0
+) -> SharedPipeline:
+    """Return both sets as the trials share them: photographs are decoded once."""
+    dataset, augment, finish = take_apart(
+        PhotographFolder(train, image_size=image_size, augment=True), augment=0, finish=2
+    )
+    return SharedPipeline(
+        seed=seed,
+        train=dataset,
+        val=PhotographFolder(val, image_size=image_size, augment=False),
+        augment=augment,
+        finish={"train": finish},
+    )
 
 
 def decode(path: str) -> torch.Tensor:
@@ -334,12 +350,7 @@ def search(
 ) -> tuple[optuna.Study, FleetExecutor]:
     """Run the trials; return the study, and the executor with its summary."""
     train, val = split(classes)
-    pipeline = SharedPipeline(
-        seed=arguments.seed,
-        split=True,
-        train=PhotographFolder(train, image_size=arguments.image_size, augment=True),
-        val=PhotographFolder(val, image_size=arguments.image_size, augment=False),
-    )
+    pipeline = make_pipeline(train, val, image_size=arguments.image_size, seed=arguments.seed)
     study = optuna.create_study(
         direction="maximize",
         sampler=optuna.samplers.TPESampler(seed=arguments.seed),

@@ -28,6 +28,7 @@ from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
 from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
+from optuna_fleet.images.parts import take_apart
 from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall
@@ -52,7 +53,6 @@ __all__ = [
     "OutOfMemoryError",
     "PreprocessingError",
     "RandomResizedCrop",
-    "Reencoded",
     "RayCluster",
     "SharedPipeline",
     "SlurmCluster",
@@ -64,21 +64,21 @@ __all__ = [
     "load_best_model",
     "policies",
     "read_image",
+    "take_apart",
     "uninstall",
     "visualization",
 ]
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.crops import RandomResizedCrop
-    from optuna_fleet.pipeline.images import read_image
-    from optuna_fleet.pipeline.reencoded import Reencoded
+    from optuna_fleet.images.crops import RandomResizedCrop
+    from optuna_fleet.images.decoding import read_image
 else:
 
     def __getattr__(name: str) -> Any:
         """What imports torch, which not every driver needs."""
-        rooms = {"RandomResizedCrop": "crops", "Reencoded": "reencoded", "read_image": "images"}
+        rooms = {"RandomResizedCrop": "crops", "read_image": "decoding"}
         if name in rooms:
-            return getattr(import_module(f"optuna_fleet.pipeline.{rooms[name]}"), name)
+            return getattr(import_module(f"optuna_fleet.images.{rooms[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

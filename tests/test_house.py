@@ -57,6 +57,7 @@ def at_import_time(path: Path) -> set[str]:
                 "trainer",
                 "preflight",
                 "pipeline",
+                "images",
                 "checkpoints",
                 "integrations",
                 "virtual_workers.engine",
@@ -116,6 +117,13 @@ def test_virtual_workers_have_one_seam() -> None:
     assert {name for name in used if name.startswith(room)} <= seam
 
 
+def test_the_pipeline_knows_nothing_of_images() -> None:
+    within = [path for module, path in MODULES.items() if module.startswith("optuna_fleet.pipel")]
+    used = {name for path in within for name in imported(path)}
+    assert within
+    assert {name for name in used if name.startswith("optuna_fleet.images")} == set()
+
+
 def test_no_import_cycles() -> None:
     # A package's __init__ that only re-exports is entered by its own modules too; leave it out.
     packages = {module for module, path in MODULES.items() if path.name == "__init__.py"}
@@ -162,11 +170,14 @@ def test_no_example_of_a_property_has_a_deadline() -> None:
 
 
 PUBLIC = ("policies", "exceptions", "visualization", "integrations", "replay")
+NEUTRAL = ("tests.behaviour", "tests.leftovers", "tests.nursery")
+"""What tests of behaviour may import of the others; the pipeline's have harnesses beside them."""
 
 
-def test_behaviour_is_tested_by_public_names() -> None:
+@pytest.mark.parametrize("folder", ["tests/behaviour", "tests/pipeline/behaviour"])
+def test_behaviour_is_tested_by_public_names(folder: str) -> None:
     """Only so do these tests survive what is rebuilt; their harness may know internals."""
-    paths = set((ROOT.parent / "tests/behaviour").glob("*.py"))
+    paths = set((ROOT.parent / folder).glob("*.py"))
     paths -= {path for path in paths if path.name == "harness.py"}
     packages = (optuna_fleet, alloc)
     allowed = {f"{p.__name__}.{name}" for p in packages for name in p.__all__}
@@ -178,7 +189,8 @@ def test_behaviour_is_tested_by_public_names() -> None:
             root = name.split(".")[0]
             is_public = name in allowed or name.startswith(rooms)
             assert root != "optuna_fleet" or is_public, (path.name, name)
-            assert root != "tests" or name.startswith("tests.behaviour"), (path.name, name)
+            is_neutral = name == "tests" or name.startswith(NEUTRAL)
+            assert root != "tests" or is_neutral, (path.name, name)
         assert private_names(path) == set(), path.name
 
 

@@ -1,7 +1,7 @@
 """Pittman et al. (SC18): Figures 8 to 12, Tables I, III to V.
 
-CPU time is measured, by `benchmarks/sharing.py`; peak(n) is that of the cost model by which the
-executor chooses how nodes exchange samples; `benchmarks/exchange.py` measures it on a few nodes.
+CPU time is measured, by `benchmarks/sharing.py`; peak(n) is calculated, and measured on a few
+nodes by `benchmarks/exchange.py`.
 Limits of cores, and energy, follow from CPU seconds: a trial gets no more samples per second than
 one over the CPU seconds of a sample; and what isn't idle power is, in part, CPU seconds.
 """
@@ -9,20 +9,19 @@ one over the CPU seconds of a sample; and what isn't idle power is, in part, CPU
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.papers.peak import Measured, peak, work_s
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
-from optuna_fleet.pipeline.exchange.cost import Measured, peak, work_s
 from optuna_fleet.pipeline.exchange.plan import Scheme
 
 TITLE = "Pittman et al."
 ABOUT = (
     "SC18. CPU time is measured on this machine, with trials that read and do "
-    "nothing else; peak(n) comes from the executor's cost model."
+    "nothing else; peak(n) is the paper's, of our schemes."
 )
 
 REDUCTION = {"Alexnet": 10.8, "Inception": 3.5, "VGG": 2.4}
@@ -87,16 +86,16 @@ def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
 def _measured(num_nodes: int, num_cores: int = 16) -> Measured:
     per_s = ALONE_PER_S * num_cores / 16
     return Measured(
-        samples_per_s=(per_s,) * num_nodes,
+        num_nodes=num_nodes,
+        samples_per_s=per_s,
         sample_s=num_cores / per_s,
-        wanted_per_s=math.inf,
         sample_bytes=_SAMPLE_BYTES,
         bytes_per_s=_LINK_BYTES_PER_S,
     )
 
 
 def _peak(scheme: Scheme, num_makers: int, num_nodes: int, num_cores: int = 16) -> float:
-    return peak(scheme, tuple(range(num_makers)), _measured(num_nodes, num_cores))
+    return peak(scheme, num_makers, _measured(num_nodes, num_cores))
 
 
 def _figure8() -> Iterator[Row]:

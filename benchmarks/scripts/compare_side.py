@@ -45,10 +45,9 @@ def queued(trials: list[dict[str, Any]]) -> optuna.Study:
 
 
 def by_fleet(trials: list[dict[str, Any]], num_epochs: int) -> list[float]:
-    from optuna_fleet import FleetExecutor, SharedPipeline
+    from optuna_fleet import FleetExecutor
 
-    study, (training, held_out) = queued(trials), digits.load_datasets()
-    pipeline = SharedPipeline(train=training, val=held_out, split=True)
+    study, pipeline = queued(trials), digits.make_pipeline()
     objective = functools.partial(digits.objective, num_epochs=num_epochs)
     with FleetExecutor(pipeline, devices=NUM_AT_ONCE, device_type="cpu") as fleet:
         study.optimize(objective, n_trials=len(trials), executor=fleet)  # type: ignore[call-arg]

@@ -16,7 +16,7 @@ from gpu_data import Pictures, loader, to_device, wait_for
 from torch.nn.functional import cross_entropy
 from torchvision.models import resnet18
 
-from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
+from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline, take_apart
 
 
 def new_model(is_small: bool) -> Any:
@@ -61,7 +61,7 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # Each trial has data of its own: none of it is preprocessed when the trial begins.
     names = [f"train{number}" for number in range(rounds + 1)]
-    datasets: Any = dict.fromkeys(names, dataset)
+    in_parts, augment, finish = take_apart(dataset, augment=0, finish=1)
     options: Any = {"device_type": device, "devices": 1, "policy": "greedy"}
 
     def rate_on(fleet: FleetExecutor, name: str) -> float:
@@ -81,7 +81,12 @@ def main() -> None:
         "| trial on the fleet | bare loop with a DataLoader | fleet / bare (time) |\n|---|---|---|"
     )
     ratios = []
-    pipeline = SharedPipeline(split=True, num_preprocessors=num_workers, **datasets)
+    pipeline = SharedPipeline(
+        num_preprocessors=num_workers,
+        augment=augment,
+        finish=finish,
+        **dict.fromkeys(names, in_parts),
+    )
     with FleetExecutor(pipeline, **options) as fleet:
         batches = loader(dataset, batch_size, device, num_workers)
         for name in names:
@@ -90,7 +95,9 @@ def main() -> None:
             print(f"| {own:.0f} | {bare:.0f} | {ratios[-1]:.3f} |", flush=True)
     print(f"\nMedian without the first: {statistics.median(ratios[1:]):.3f}.\n", flush=True)
     # With two slots there is something to decide, so rates are measured.
-    pipeline = SharedPipeline(split=True, num_preprocessors=num_workers, train=dataset)
+    pipeline = SharedPipeline(
+        num_preprocessors=num_workers, augment=augment, finish=finish, train=in_parts
+    )
     with FleetExecutor(pipeline, cluster=LocalCluster(slots_per_device=2), **options) as fleet:
         own = rate_on(fleet, "train")
         profiles: Any = fleet._runner._runtime.profiles  # type: ignore[attr-defined]

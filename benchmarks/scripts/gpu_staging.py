@@ -11,7 +11,7 @@ import optuna
 import torch
 from gpu_data import Pictures, loader, to_device, wait_for
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, SharedPipeline, take_apart
 
 
 def read_through(trial: Any, num_epochs: int, batch_size: int) -> float:
@@ -48,7 +48,10 @@ def main() -> None:
     if device == "cuda":
         tell("plain copy from pinned memory", *plain_copy(batch_size, size_px))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    pipeline = SharedPipeline(train=dataset, split=True, num_preprocessors=num_workers)
+    in_parts, augment, finish = take_apart(dataset, augment=0, finish=1)
+    pipeline = SharedPipeline(
+        train=in_parts, augment=augment, finish=finish, num_preprocessors=num_workers
+    )
     with FleetExecutor(pipeline, devices=1, device_type=device, policy="greedy") as fleet:
         objective = partial(read_through, num_epochs=num_epochs, batch_size=batch_size)
         study = optuna.create_study()

@@ -23,13 +23,8 @@ Sweep = tuple[Callable[[], SharedPipeline], Callable[[Any], float], int]
 
 
 def digits_sweep(is_small: bool) -> Sweep:
-    train, val = digits.load_datasets()
     objective = partial(digits.objective, num_epochs=1 if is_small else 4)
-    return (
-        lambda: SharedPipeline(train=train, val=val, split=True),
-        objective,
-        2 if is_small else 12,
-    )
+    return digits.make_pipeline, objective, 2 if is_small else 12
 
 
 def images_sweep(is_small: bool) -> Sweep:
@@ -38,22 +33,14 @@ def images_sweep(is_small: bool) -> Sweep:
     sets = nas_images.split(classes)
     if is_small:
         sets = (sets[0][:32], sets[1][:8])
-    size = 32 if is_small else 64
-    train, val = (
-        nas_images.PhotographFolder(some, image_size=size, augment=augment)
-        for some, augment in zip(sets, (True, False), strict=True)
-    )
+    pipeline = partial(nas_images.make_pipeline, *sets, image_size=32 if is_small else 64)
     objective = partial(
         nas_images.objective,
         space=nas_images.SPACES["small"],
         num_classes=len(classes),
         num_epochs=1 if is_small else 3,
     )
-    return (
-        lambda: SharedPipeline(train=train, val=val, split=True),
-        objective,
-        2 if is_small else 8,
-    )
+    return pipeline, objective, 2 if is_small else 8
 
 
 def main() -> None:

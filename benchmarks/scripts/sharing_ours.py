@@ -8,19 +8,24 @@ from dataclasses import asdict
 from typing import Any
 
 from sharing_crew import Epochs, Trial, endless, serve
-from sharing_photos import Ready, dataset_of
+from sharing_photos import CROPS, Photographs, Ready, dataset_of
 
-from optuna_fleet import SharedPipeline
+from optuna_fleet import SharedPipeline, take_apart
 
 WARM_SAMPLES = 64
 
 
 @contextmanager
 def setup(request: dict[str, Any]) -> Iterator[tuple[Epochs, Callable[[], Any]]]:
+    train, stages = dataset_of(request), {}
+    if isinstance(train, Photographs):
+        train, *parts = take_apart(train, augment=0, finish=len(CROPS[request["crop"]]()))
+        names = ("augment", "finish")
+        stages = {name: {"train": part} for name, part in zip(names, parts, strict=True) if part}
     pipeline = SharedPipeline(
-        train=dataset_of(request),
+        train=train,
         warm=Ready(WARM_SAMPLES),
-        split=True,
+        **stages,
         shuffled=[] if request["data"] == "ready" else ["train"],
         num_preprocessors=request["preprocessors"],
         **request.get("options", {}),

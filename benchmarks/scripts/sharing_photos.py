@@ -102,7 +102,7 @@ def _crop_torchvision() -> list[Any]:
 
 def _crop_fused() -> list[Any]:
     from optuna_fleet import RandomResizedCrop
-    from optuna_fleet.pipeline import crops
+    from optuna_fleet.images import crops
 
     if crops._resample is None:
         raise RuntimeError(

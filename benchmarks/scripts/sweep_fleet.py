@@ -9,20 +9,18 @@ from dataclasses import asdict
 import digits
 import optuna
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor
 
 
 def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     num_trials, num_slots, seed = map(int, sys.argv[1:])
-    train, val = digits.load_datasets()
     study = optuna.create_study(
         direction="maximize",
         sampler=optuna.samplers.TPESampler(seed=seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2),
     )
-    pipeline = SharedPipeline(train=train, val=val, split=True)
-    with FleetExecutor(pipeline, devices=num_slots, device_type="cpu") as fleet:
+    with FleetExecutor(digits.make_pipeline(), devices=num_slots, device_type="cpu") as fleet:
         study.optimize(digits.objective, n_trials=num_trials, executor=fleet)
     assert fleet.summary is not None
     trials = [

@@ -16,7 +16,7 @@ import digits
 import nas_images
 import optuna
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor
 
 NUM_SLOTS = 4
 
@@ -31,19 +31,14 @@ class PrunedByNumber(optuna.pruners.BasePruner):
 
 
 def sweep_digits(pruner: optuna.pruners.BasePruner) -> tuple[Any, ...]:
-    train, val = digits.load_datasets()
-    return SharedPipeline(train=train, val=val, split=True), digits.objective, 24, pruner
+    return digits.make_pipeline(), digits.objective, 24, pruner
 
 
 def sweep_photographs(folder: Path) -> tuple[Any, ...]:
     classes = nas_images.find_photographs(nas_images.make_photographs(folder), None)
     space = nas_images.SPACES["small"]
     train, val = nas_images.split(classes)
-    pipeline = SharedPipeline(
-        split=True,
-        train=nas_images.PhotographFolder(train, image_size=space.image_size, augment=True),
-        val=nas_images.PhotographFolder(val, image_size=space.image_size, augment=False),
-    )
+    pipeline = nas_images.make_pipeline(train, val, image_size=space.image_size)
     objective = partial(
         nas_images.objective,
         space=space,

@@ -39,7 +39,7 @@ _ANY = -1  # a step from whatever it has
 TIE = 1e-7
 """By how much of a gain that is preferred of what is worth as much."""
 
-_MANY = 2_000  # options from which on it pays to rule some out beforehand
+_MANY = 100  # options from which on it pays to rule some out beforehand
 _HALVINGS = 30
 _SWEEPS = 3
 

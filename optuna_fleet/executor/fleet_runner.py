@@ -35,12 +35,6 @@ from optuna_fleet.wire.unpicklable import explained, variable
 
 _objective_ids = itertools.count()
 
-_LEFT_WHOLE = (
-    "The samples of data set '{name}' are made anew in each epoch. What is not random in its "
-    "transform would be kept with SharedPipeline(..., split=True), if its class only puts what "
-    "the transform gives into the sample. split=False says that it does more."
-)
-
 
 class FleetRunner:
     """A `Runner` whose agents and trainers stay up between calls."""
@@ -85,7 +79,7 @@ class FleetRunner:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
             used = parts.pipeline_log.finish(stats, time.time()) if stats else None
-            self.summary = parts.tally.summary(used, runtime.sharing.reason)
+            self.summary = parts.tally.summary(used, runtime.sharing.how)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.
@@ -135,8 +129,6 @@ class FleetRunner:
                 setups,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close)
-            for name in options.pipeline.left_whole() if options.pipeline else ():
-                compat.fleet_logger.info(_LEFT_WHOLE.format(name=name))
         return self._runtime
 
     def close(self) -> None:

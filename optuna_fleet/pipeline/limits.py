@@ -20,7 +20,7 @@ wait for data, preprocessors have their cores.
 """
 
 STUCK_S = 600.0
-"""A preprocessor that has worked on one chunk for so long is replaced, where there is no executor.
+"""A preprocessor that works on one sample for longer is replaced, where there is no executor.
 
 Those of an executor have half of its ``hang_s``.
 """
@@ -54,14 +54,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What the pipeline of a node may take: what is `Wanted`, or else what the machine decides.
-
-    ``force_decoded``: use the decoded store wherever it is possible, not only where it pays.
-    """
+    """What the pipeline of a node may take: what is `Wanted`, or else what the machine decides."""
 
     memory_bytes: int
     decoded_bytes: int
-    force_decoded: bool = False
     spill_dir: str | None = None
     spill_bytes: int = 0
     chunk_bytes: int
@@ -83,7 +79,6 @@ def budgets(wanted: Wanted) -> Budgets:
     return Budgets(
         memory_bytes=memory_bytes,
         decoded_bytes=min(decoded_bytes, most_decoded_bytes(memory_bytes)),
-        force_decoded=bool(wanted.decoded_bytes),
         spill_dir=wanted.spill_dir,
         spill_bytes=spill_bytes,
         chunk_bytes=wanted.chunk_bytes or default_chunk_bytes(memory_bytes),

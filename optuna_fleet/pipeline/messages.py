@@ -61,14 +61,6 @@ class OpenPass:
     run_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindHead:
-    """Asks up to where a data set has been read."""
-
-    pass_id: int
-    name: str
-
-
 class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
@@ -87,15 +79,11 @@ class Advance(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosePass:
-    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data.
-
-    The next chunk that it would have read is ``end``; 0 if it has read none.
-    """
+    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data."""
 
     pass_id: int
     num_consumed: int
     waited_s: float
-    end: int = 0
 
 
 # Agent -> trainer
@@ -118,15 +106,6 @@ class PassOpened:
     pass_id: int
     chunk_size: int
     num_ahead: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadFound:
-    """Answers FindHead: the epoch, and the sample in it after the last that any pass came to."""
-
-    pass_id: int
-    epoch: int
-    start: int
 
 
 class ChunkReady(NamedTuple):
@@ -179,10 +158,9 @@ class SampleMeasured:
     Attributes:
         key: The chunk whose first sample was measured.
         sample_bytes: Bytes one sample takes in a chunk.
-        sample_s: Seconds it takes to make one; 0 if that was not measured.
         header_bytes: Bytes a chunk takes beyond its samples.
         prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
-            the decoded store; None if that is not worth it, or no beginning can be told apart.
+            the decoded store; None if it is not to be used.
         chunk_size: Samples of a chunk, if another node has decided on that.
         is_repeatable: The first sample was the same when it was made again.
     """
@@ -190,7 +168,6 @@ class SampleMeasured:
     key: ChunkKey
     sample_bytes: int
     header_bytes: int
-    sample_s: float = 0.0
     prepared_bytes: int | None = None
     chunk_size: int | None = None
     is_repeatable: bool = True
@@ -205,7 +182,7 @@ class ProduceChunk:
         chunk_size: Samples of a chunk of this data set.
         address: Where to write it.
         max_bytes: What it may take there.
-        split: Whether the data set is in the decoded store.
+        uses_store: Whether the data set is in the decoded store.
         extents: Pieces of the decoded store that may be filled.
         source: Get it from this node.
     """
@@ -214,9 +191,14 @@ class ProduceChunk:
     chunk_size: int
     address: int
     max_bytes: int
-    split: bool = False
+    uses_store: bool = False
     extents: tuple[Extent, ...] = ()
     source: Peer | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtWork:
+    """A chunk takes long, but a sample of it was made just now: nobody is stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,34 +209,29 @@ class ChunkProduced:
         key: The chunk.
         nbytes: The bytes that it takes.
         num_samples: Its samples.
-        num_made: Those of them that were not at hand.
         busy_s: Seconds it took.
         stored: What was put into the decoded store.
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
-        mismatch: A sample that did not come out of the decoded store as the data set makes it.
     """
 
     key: ChunkKey
     nbytes: int
     num_samples: int
-    num_made: int
     busy_s: float
     stored: tuple[Stored, ...] = ()
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
-    mismatch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFetched:
-    """A chunk that another node has made lies where it was to be written; it took so long."""
+    """A chunk that another node has made lies where it was to be written."""
 
     key: ChunkKey
     nbytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

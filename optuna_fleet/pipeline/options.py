@@ -55,14 +55,74 @@ def length_of(name: str, value: Any, names: Collection[str], options: Collection
     return int(length)
 
 
+def of_loaders(given: Mapping[str, Any], options: Collection[str]) -> dict[str, Any]:
+    """Returns the arguments of a ``SharedPipeline`` that DataLoaders stand for.
+
+    What was ``given`` of the ``options`` goes first.
+
+    Raises:
+        FleetConfigError: Something is neither a DataLoader nor an option, or a loader does what
+            can't be shared.
+    """
+    loaders = {name: value for name, value in given.items() if name not in options}
+    if not loaders:
+        raise FleetConfigError(
+            "from_dataloader() needs at least one DataLoader, by name: "
+            "SharedPipeline.from_dataloader(train=loader)."
+        )
+    shuffled: list[str] = []
+    drawn: dict[str, Any] = {}
+    collates: dict[str, Any] = {}
+    for name, loader in loaders.items():
+        _check_loader(name, loader, options)
+        data = sys.modules["torch.utils.data"]
+        sampler = loader.sampler
+        if type(sampler) is not data.SequentialSampler:
+            shuffled.append(name)
+            num_all = len(loader.dataset) if type(sampler) is data.RandomSampler else None
+            if num_all is None or sampler.replacement or sampler.num_samples != num_all:
+                drawn[name] = sampler
+        if loader.collate_fn is not data.default_collate:
+            collates[name] = loader.collate_fn
+    datasets = {name: loader.dataset for name, loader in loaders.items()}
+    told = {"shuffled": shuffled, "sampler": drawn, "collate_fn": collates}
+    return {**told, **given, **datasets}
+
+
+def _check_loader(name: str, loader: Any, options: Collection[str]) -> None:
+    if not _is_loader(loader):
+        hint = did_you_mean(name, options)
+        raise FleetConfigError(
+            f"`{name}` is of type {type(loader).__name__}, but from_dataloader() takes "
+            f"DataLoaders by name, and options of a SharedPipeline{hint or '.'}"
+        )
+    if not _is_map_style(loader.dataset, ()):
+        raise FleetConfigError(_complaint(name, loader.dataset, options))
+    batches = sys.modules["torch.utils.data"].BatchSampler
+    for what, is_there in (
+        ("batch_sampler", type(loader.batch_sampler) is not batches),
+        ("worker_init_fn", loader.worker_init_fn is not None),
+    ):
+        if is_there:
+            how = " (or batch_size=None)" if what == "batch_sampler" else ""
+            raise FleetConfigError(
+                f"The DataLoader of {name!r} has a `{what}` of its own{how}, which can't be "
+                f"shared: {_OF_A_LOADER[what]}."
+            )
+
+
+def _is_loader(value: Any) -> bool:
+    return any(kind.__name__ == "DataLoader" for kind in type(value).__mro__)
+
+
 def _complaint(name: str, value: Any, options: Collection[str]) -> str:
     elsewhere = _OF_A_LOADER.get(name)
     hint = f": {elsewhere}." if elsewhere else did_you_mean(name, options)
     needed = "a map-style data set, with len(dataset) and dataset[index]"
-    if any(kind.__name__ == "DataLoader" for kind in type(value).__mro__):
+    if _is_loader(value):
         return (
-            f"Data set {name!r} is a DataLoader, but must be {needed}: give the data set that it "
-            f"reads, as in SharedPipeline({name}=loader.dataset), and its batch size to "
+            f"Data set {name!r} is a DataLoader, but must be {needed}: give "
+            f"SharedPipeline.from_dataloader({name}=loader), and its batch size to "
             f"trial.batches({name!r}, batch_size=...)."
         )
     if not hint and name.startswith(("train", "val", "test", "eval")) and _is_no_data(value):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
@@ -45,12 +45,13 @@ class PipelineSetup:
 class PackedPipeline:
     """What ``SharedPipeline.packed`` returns, see `PipelineSetup`.
 
-    ``spec`` is a function of whether trainers do the elementwise end; there is no
+    ``finishes`` are the elementwise ends that trainers may do, as bytes, by data set; there is no
     ``num_preprocessors`` if the user gave none, and no ``num_alone`` if trials share.
     """
 
     payload: Payload
-    spec: Callable[[bool], PipelineSpec]
+    spec: PipelineSpec
+    finishes: Mapping[str, bytes | None]
     wanted: Wanted
     num_preprocessors: int | None
     num_alone: int | None = None
@@ -70,14 +71,15 @@ class PackedPipeline:
         as are needed; if the user gave a number, there are so many. Where trials share nothing,
         each of ``num_slots`` has its own. With ``finish_on_device`` trainers do the elementwise
         end of the preprocessing.
-
-        Raises:
-            FleetConfigError: What the user gave does not do what it must, or can't be pickled.
         """
+        spec = self.spec
+        if finish_on_device:
+            datasets = [replace(d, finish=self.finishes.get(d.name)) for d in spec.datasets]
+            spec = replace(spec, datasets=tuple(datasets))
         alone = num_slots * (self.num_alone or 0)
         return PipelineSetup(
             payload=self.payload,
-            spec=self.spec(finish_on_device),
+            spec=spec,
             wanted=self.wanted,
             num_preprocessors=alone or self.num_preprocessors or default_preprocessors,
             is_adaptive=is_adaptive and self.num_preprocessors is None and not alone,

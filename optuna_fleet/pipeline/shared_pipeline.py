@@ -11,18 +11,18 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.arguments import check_choice, check_number, check_that, is_a, path
+from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.exchange.plan import scheme_of
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.packed import PackedPipeline, packed_part, unpicklable
-from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
+from optuna_fleet.pipeline.preprocessor import payload
+from optuna_fleet.pipeline.preprocessor import stages as staging
 from optuna_fleet.pipeline.preprocessor.payload import Payload
-from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
+from optuna_fleet.pipeline.preprocessor.source import Source, Stages
 from optuna_fleet.pipeline.reader.plan import Batches
-from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSpec
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -37,7 +37,7 @@ class SharedPipeline:
     """Data sets that all trials of a sweep read, each sample preprocessed once for all of them.
 
     The content and the order of an epoch depend only on (seed, name, epoch, index): every trial
-    sees the same data, at its own batch size (but see ``order``).
+    sees the same data, at its own batch size.
 
     Args:
         seed: Seed of orders and of augmentation; torch, NumPy and ``random`` are seeded from it
@@ -56,34 +56,25 @@ class SharedPipeline:
             does: one number per sample, for the shuffled data set, or such a sequence per name.
         prepare: The deterministic beginning of the preprocessing of ``dataset[index]``, whose
             results are kept in the *decoded store*: one callable for all data sets, or one per
-            name. Without it and ``augment``, see ``split``.
+            name. Before anything starts it is tried on one sample, which must come again.
         augment: The random rest; one callable (for the shuffled data sets), or one per name. With
             it ``dataset[index]`` must give the same in every epoch.
         finish: The deterministic, elementwise end, such as a change of type or scale; it must give
             the same for a sample and for a batch. One callable for all data sets, or one per name.
-        split: Whose transforms, where they are torchvision's, are split into what is kept and
-            what is random. By default those of torchvision's own data sets, and of ``Subset`` and
-            ``ConcatDataset`` of them. True: also those of your classes, whose ``__getitem__`` must
-            do nothing with what the transform gives but put it into the sample, and change nothing
-            in the transform. False: none. Splitting does not change a bit of the samples.
         batched: Names of the data sets that are read many samples at once, by their
             ``__getitems__(indices)``, as those of Hugging Face have it; True for all. It must give
-            for each index what ``dataset[index]`` gives. Their own transforms are left whole.
+            for each index what ``dataset[index]`` gives.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
-        order: "canonical" gives every trial the same epochs, each from its beginning; "rolling" is
-            for shuffled data of which too little can be kept for that: one endless stream, which
-            a trial joins at each of its epochs wherever it is. See docs/preprocessing.md.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
             ("local"), all ("all-shared"), the first ("single-broadcast"), the first p
-            ("multi-broadcast:p") or half of them ("multi-broadcast"); "auto" takes what costs
-            least by the rates measured.
+            ("multi-broadcast:p") or half of them ("multi-broadcast").
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
             given. The pipeline never takes more; batches that trials keep are their own.
-        decoded_bytes: How much of it the decoded store may take; 0 for none. By default a third,
-            for data sets where that saves time.
+        decoded_bytes: How much of it the decoded store may take: by default a third, where there
+            is a ``prepare`` or ``augment``. 0 for none, as where the data are in memory anyway.
         spill_dir: A folder on a local disk for preprocessed data that does not fit into memory.
         spill_bytes: How much it may take there; half of what is free if not given.
         **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``) by name.
@@ -106,11 +97,9 @@ class SharedPipeline:
         prepare: Stage | Mapping[str, Stage] | None = None,
         augment: Stage | Mapping[str, Stage] | None = None,
         finish: Stage | Mapping[str, Stage] | None = None,
-        split: bool | None = None,
         batched: bool | Collection[str] = False,
         on_error: OnError = "raise",
-        order: Order = "canonical",
-        exchange: str = "auto",
+        exchange: str = "all-shared",
         shuffled: Collection[str] | None = None,
         sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
         weights: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
@@ -149,11 +138,9 @@ class SharedPipeline:
         self.seed = operator.index(seed)
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
         check_choice("on_error", on_error, ("raise", "skip"))
-        check_choice("order", order, ("canonical", "rolling"))
         scheme_of(exchange)  # checks it
         self.exchange = exchange
-        check_that("split", split, is_a(bool), "be True or False, or None", optional=True)
-        self._on_error, self._order, self._split = on_error, order, split
+        self._on_error = on_error
         self._wanted = Wanted(
             memory_bytes=_whole("memory_bytes", memory_bytes),
             decoded_bytes=_whole("decoded_bytes", decoded_bytes, least=0),
@@ -161,6 +148,24 @@ class SharedPipeline:
             spill_bytes=_whole("spill_bytes", spill_bytes),
         )
         limits.check_sense(self._wanted)
+
+    @classmethod
+    def from_dataloader(cls, **given: Any) -> SharedPipeline:
+        """Returns a pipeline of the data sets of DataLoaders, with their samplers and collating.
+
+        One with ``shuffle=True`` is for training. Batch sizes and ``drop_last`` are for
+        ``trial.batches``; order and augmentation come from ``seed``, not from their generators.
+
+        Args:
+            **given: DataLoaders by name, and options of a `SharedPipeline`.
+
+        Raises:
+            FleetConfigError: Something is neither, or a loader does what can't be shared.
+
+        Example:
+            ``SharedPipeline.from_dataloader(train=train_loader, val=val_loader)``
+        """
+        return cls(**options.of_loaders(given, _options()))
 
     def _checked_samplers(self, sampler: Any, weights: Any) -> dict[str, Any]:
         names, shuffled = self._lengths, self._shuffled
@@ -182,25 +187,21 @@ class SharedPipeline:
         """Returns the data sets packed for those who serve them, all from the same bytes.
 
         Raises:
-            FleetConfigError: This machine does not have what was asked for, or something can't be
-                pickled.
+            FleetConfigError: This machine does not have what was asked for, something can't be
+                pickled, or does not do what it must.
         """
         limits.check(self._wanted)
-        packed = self.payload()
-
-        @functools.cache
-        def decided(finish_on_device: bool) -> PipelineSpec:
-            return decisions.decided(
-                self.spec(),
-                self._source,
-                packed,
-                by_itself=self._split,
-                finish_on_device=finish_on_device,
-            )
-
+        packed, spec = self.payload(), self.spec()
+        staging.check(self._source, spec, packed.load)
         return PackedPipeline(
             payload=packed,
-            spec=decided,
+            spec=spec,
+            finishes={
+                # With a collate_fn, samples must be finished before they are collated.
+                each.name: packed_part("finish", each.name, self._source.stages[each.name].finish)
+                for each in spec.datasets
+                if each.collate is None
+            },
             wanted=self._wanted,
             num_preprocessors=self.num_preprocessors,
             num_alone=self._num_alone,
@@ -212,18 +213,6 @@ class SharedPipeline:
         alone._num_alone, alone.exchange = num_preprocessors, "local"
         alone._wanted = replace(self._wanted, decoded_bytes=0)
         return alone
-
-    def left_whole(self) -> list[str]:
-        """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""
-        if self._split is not None:
-            return []
-        source = self._source
-        return [
-            name
-            for name in sorted(self._shuffled - self._batched)
-            if may_split(source.datasets[name], source.stages[name], by_itself=True)
-            and not may_split(source.datasets[name], source.stages[name], by_itself=None)
-        ]
 
     def spec(self) -> PipelineSpec:
         """Returns the description of the data sets, as far as no sample has to be read for it."""
@@ -242,7 +231,6 @@ class SharedPipeline:
                 for name, length in self._lengths.items()
             ),
             on_error=self._on_error,
-            order=self._order,
         )
 
     def inline(self) -> InlineClient:
@@ -251,10 +239,7 @@ class SharedPipeline:
 
         source = replace(self._source, generators=payload.generators_in(self._source))
         spec = self.spec()
-        samplers.check(source, spec)
-        for each in spec.datasets:
-            if source.stages[each.name].in_parts:
-                decisions.split_of(source, spec, each)  # for its errors
+        staging.check(source, spec, lambda: source)
         return InlineClient(spec, source, self._collates)
 
     def payload(self) -> Payload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
@@ -11,32 +11,19 @@ from optuna_fleet.exceptions import FleetConfigError
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
 
-CHUNK_S = 0.25
-"""A chunk should not take longer than this to make."""
-
 MIN_CHUNK_SAMPLES = 8
 """Below this many samples a chunk is not made smaller just to have more of them."""
 
-MAX_CHUNK_SAMPLES = 4096
-"""No chunk has more: what is told of each sample has to fit into one packet."""
+MAX_CHUNK_SAMPLES = 256
+"""No chunk has more: whoever waits for the first of them waits for all."""
 
 TOGETHER = 32
 """Samples that are read at once where the user asks for that: most of the gain, and little memory.
-A power of two, so that no chunk has a part of them unless they are large or slow.
+A power of two, so that no chunk has a part of them unless they are large.
 """
-
-SLOW_CHUNK_S = 30.0
-"""Unless they take longer than this: who is at one chunk for minutes counts as stuck."""
 
 OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
-
-Order = Literal["canonical", "rolling"]
-"""Which epoch a trial reads: its own, from the beginning; or what the others are reading now."""
-
-
-Path = tuple[Any, ...]
-"""Indices and keys that lead to one part of a sample."""
 
 
 class EpochKey(NamedTuple):
@@ -62,23 +49,6 @@ class ChunkKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Where a data set's transform is taken apart. Decided once: all processes must agree.
-
-    Attributes:
-        begin: The first of its steps that is done anew in each epoch.
-        end: The first of those that are elementwise, up to the last.
-        num_steps: How many there are.
-        place: Where in a sample the transform's result is.
-    """
-
-    begin: int
-    end: int
-    num_steps: int
-    place: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSpec:
     """One named data set.
 
@@ -91,8 +61,7 @@ class DatasetSpec:
         batched: Its samples are read many at once, with ``__getitems__``.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
-            preprocessors finish the samples. Some chunks come finished all the same, and say so.
-        cut: Where its own transform is taken apart; None to leave it whole.
+            preprocessors finish the samples.
     """
 
     name: str
@@ -103,7 +72,6 @@ class DatasetSpec:
     batched: bool = False
     collate: bytes | None = None
     finish: bytes | None = None
-    cut: Cut | None = None
 
     @property
     def has_order(self) -> bool:
@@ -123,21 +91,11 @@ class PipelineSpec:
         seed: Seed of orders and augmentation.
         datasets: The data sets, in the order they were given.
         on_error: What becomes of a sample that raises.
-        order: What a trial reads as its next epoch of a shuffled data set.
     """
 
     seed: int
     datasets: tuple[DatasetSpec, ...]
     on_error: OnError = "raise"
-    order: Order = "canonical"
-
-    def rolls(self, name: str) -> bool:
-        """Returns whether the epochs of a data set are one stream, which trials join anywhere.
-
-        Raises:
-            FleetConfigError: There is no data set of that name.
-        """
-        return self.dataset(name).shuffled and self.order == "rolling"
 
     def dataset(self, name: str) -> DatasetSpec:
         """Returns the data set called ``name``.
@@ -161,22 +119,17 @@ def choose_chunk_size(
     num_samples: int,
     sample_bytes: int,
     chunk_bytes: int,
-    sample_s: float = 0.0,
     least: int = MIN_CHUNK_SAMPLES,
 ) -> int:
     """Returns how many samples a chunk of this data set holds.
 
-    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, and
-    for readers not to wait long for the first, at ``sample_s`` seconds per sample. A
-    power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
-    changes what a batch contains. ``least`` is for the number where samples are small and fast.
+    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, though
+    not for less than ``least`` samples each. A power of two where possible: batches of usual sizes
+    then seldom straddle two chunks. It never changes what a batch contains.
     """
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(least, num_samples // MIN_CHUNKS_PER_EPOCH)
-    sample_s = max(sample_s, 1e-6)
-    few = min(least, max(1, int(SLOW_CHUNK_S / sample_s)))
-    by_time = max(few, int(CHUNK_S / sample_s))
-    size = min(by_bytes, by_count, by_time, MAX_CHUNK_SAMPLES)
+    size = min(by_bytes, by_count, MAX_CHUNK_SAMPLES)
     return min(num_samples, 1 << (size.bit_length() - 1))
 
 

@@ -112,8 +112,6 @@ class PipelineStats:
         repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
         num_loaded: Samples whose beginning came from the decoded store.
         num_received: Samples that other nodes preprocessed.
-        received_bytes: Bytes of these.
-        link_bytes_per_s: How fast the fastest of their chunks came, from the question on.
         num_skipped: Samples that raised and whose place others took, in all epochs.
         lent_bytes: Bytes of ``resident_bytes`` that readers hold, which can't be dropped.
         decoded_bytes: Bytes of ``resident_bytes`` in the decoded store.
@@ -132,8 +130,6 @@ class PipelineStats:
     repeated: int = 0
     num_loaded: int = 0
     num_received: int = 0
-    received_bytes: int = 0
-    link_bytes_per_s: float = 0.0
     num_skipped: int = 0
     lent_bytes: int = 0
     decoded_bytes: int = 0
@@ -154,8 +150,8 @@ class PipelineStats:
         """Returns both together: two nodes' pipelines."""
         names = (*_DONE, *_NOW)
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in _MOST}
-        return replace(self, **both, **most, use=self.use.plus(other.use))
+        peak_bytes = max(self.peak_bytes, other.peak_bytes)
+        return replace(self, **both, peak_bytes=peak_bytes, use=self.use.plus(other.use))
 
     def gone(self) -> PipelineStats:
         """Returns what counts on when the node is gone: what was done, not what it had."""
@@ -164,7 +160,6 @@ class PipelineStats:
 
 
 _NOW = ("resident_bytes", "lent_bytes", "decoded_bytes", "spilled_bytes")
-_MOST = ("peak_bytes", "link_bytes_per_s")
 _DONE = tuple(
-    each.name for each in fields(PipelineStats) if each.name not in (*_NOW, *_MOST, "use")
+    each.name for each in fields(PipelineStats) if each.name not in (*_NOW, "peak_bytes", "use")
 )

@@ -315,9 +315,8 @@ class FleetTrial(RemoteTrial):
 
         `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
         results do not depend on the number of devices. By default it is the one that the objective
-        gave last. `len()` of the result is the number of steps. With a pipeline of
-        `order="rolling"` all ranks must begin to read the same batches in the same order. Without
-        `prepare` the trial stays on one device.
+        gave last. `len()` of the result is the number of steps. Without `prepare` the trial stays
+        on one device.
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
         was prepared, `state` and `totals`. Then the trial may be checkpointed, or move to other

@@ -15,6 +15,8 @@ import pytest
 import sklearn.linear_model
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms import v2
 
 import tests.fleets
 from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
@@ -99,6 +101,26 @@ def test_one_with_a_pipeline_of_its_own_gives_the_same_anywhere(
     pipeline = names["make_pipeline"](Noise(41, augment=True), Noise(20))
     with fleet_of(devices=3, pipeline=pipeline) as fleet:
         gives_the_same_anywhere(fleet, names["objective"], num_reports)
+
+
+def test_smaller_copies_are_made_once(tmp_path: Path) -> None:
+    for name, size in (("a/1.jpg", (300, 200)), ("b/2.jpg", (90, 400))):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.effect_noise(size, 50).convert("RGB").save(tmp_path / name)
+    make_smaller = recipe("Smaller copies of large photographs", Image=Image, v2=v2)[
+        "make_smaller"
+    ]
+    smaller = make_smaller(tmp_path, tmp_path.with_name("smaller"), side=50)
+    copies = sorted(path for path in smaller.rglob("*") if path.is_file())
+    assert [str(path.relative_to(smaller)) for path in copies] == ["a/1.jpg", "b/2.jpg"]
+    sizes = []
+    for path in copies:
+        with Image.open(path) as image:
+            sizes.append(image.size)
+    assert sizes == [(75, 50), (50, 222)]
+    before = [path.stat() for path in copies]
+    make_smaller(tmp_path, smaller, side=50)
+    assert [path.stat() for path in copies] == before
 
 
 class Stream(torch.utils.data.IterableDataset):

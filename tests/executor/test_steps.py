@@ -1,4 +1,4 @@
-"""Trials that count steps: with data that roll, and what plans know of them."""
+"""Trials that count steps, and what plans know of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import DataRequested
-from optuna_fleet.trainer.data.reading import Periods, Start
+from optuna_fleet.trainer.data.reading import Periods
 from tests.fleets import Leg, Noise, fleet_of, run, small_model
 
 SIZE, BATCH = 41, 8  # 6 steps an epoch
@@ -59,11 +58,9 @@ def counts(trial: Any) -> float:
 EXPECTED = {"0": [8, 8, 3], "1": [2, 2, 3], "around": [6, 6]}
 
 
-@pytest.mark.parametrize("options", [{"order": "rolling"}, {}])
-def test_without_processes_and_with_data_that_roll(options: Any) -> None:
-    cluster: Any = "local" if options else "inline"
+def test_without_processes() -> None:
     study = optuna.create_study()
-    with FleetExecutor(pipeline(**options), devices=1, cluster=cluster) as executor:
+    with FleetExecutor(pipeline(), devices=1, cluster="inline") as executor:
         study.optimize(counts, n_trials=1, executor=executor)
     assert study.trials[0].user_attrs == EXPECTED
 
@@ -75,41 +72,9 @@ def six_steps(epoch: int, first_step: int = 0, continues: bool = False) -> list[
 def test_a_period_goes_on_in_the_data() -> None:
     periods = Periods(16, 4)
     goes_on = [(1, step, True) for step in (2, 3, 4, 5)]
-    assert list(periods.batches(six_steps, 2, 0, Start())) == goes_on
-    assert list(periods.batches(six_steps, 2, 3, Start())) == goes_on[3:]
-    assert list(periods.batches(six_steps, 3, 0, Start())) == [(2, s, False) for s in range(4)]
-    rolls = [(7, 4, True), (7, 5, True), (8, 0, False), (8, 1, False)]
-    assert list(periods.batches(six_steps, 2, 0, Start(epoch=7, step=4))) == rolls
-
-
-def counts_samples(trial: Any) -> float:
-    """Trains on 3 of the 40 batches of an epoch at a time, four times on all of them."""
-    model = nn.Linear(1, 1)
-    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    counts = torch.zeros(200)
-    for _ in trial.steps(160, every=3):
-        for images, numbers in trial.batches("train", 5):
-            optimizer.zero_grad()
-            model(images).mean().backward()
-            optimizer.step()
-            counts[numbers[: trial.shard_size]] += 1
-    trial.set_user_attr("counts", trial.sum(counts).tolist())
-    return 0.0
-
-
-class Indices(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    def __len__(self) -> int:
-        return 200
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.zeros(1), index
-
-
-def test_data_that_roll_are_all_read() -> None:
-    with fleet_of(devices=2, pipeline=SharedPipeline(train=Indices(), order="rolling")) as fleet:
-        counts = run(fleet, counts_samples, Leg((0, 1))).user_attrs["counts"]
-    assert sum(counts) == 160 * 5
-    assert min(counts) >= 3
+    assert list(periods.batches(six_steps, 2, 0)) == goes_on
+    assert list(periods.batches(six_steps, 2, 3)) == goes_on[3:]
+    assert list(periods.batches(six_steps, 3, 0)) == [(2, s, False) for s in range(4)]
 
 
 def two_loops(trial: Any) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from optuna_fleet import SharedPipeline
+from optuna_fleet import SharedPipeline, take_apart
 from tests.fleets import Leg, fleet_of, train
 
 
@@ -38,9 +38,13 @@ class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return self.transform(self.images[index]), index % 3
 
 
-def outcome(summary: list[Any], **options: Any) -> list[Any]:
+def outcome(summary: list[Any], *, whole: bool = False, **options: Any) -> list[Any]:
     """Losses of a trial that stays, of one that moves, and of one that grows."""
-    pipeline = SharedPipeline(train=Pictures(41), val=Pictures(20), **{"split": True, **options})
+    train_set, augment, finish = Pictures(41), None, None
+    if not whole:
+        train_set, augment, finish = take_apart(train_set, augment=1, finish=2)
+    stages = {"augment": {"train": augment}, "finish": {"train": finish}} if augment else {}
+    pipeline = SharedPipeline(train=train_set, val=Pictures(20), **stages, **options)
     study = optuna.create_study()
     with fleet_of(devices=3, pipeline=pipeline) as fleet:
         fleet.script = {
@@ -65,7 +69,7 @@ def wanted() -> list[Any]:
         {"memory_bytes": 12_000, "decoded_bytes": 0},
         {"memory_bytes": 40_000, "decoded_bytes": 20_000},
         {"memory_bytes": 12_000, "spill_dir": "here"},
-        {"split": False},
+        {"whole": True},
         {"num_preprocessors": 3},
     ],
     ids=["decoded", "ring", "all-short", "disk", "whole", "three"],
@@ -77,21 +81,3 @@ def test_every_tier_gives_the_same_losses(
         options = {**options, "spill_dir": tmp_path}
     assert outcome([], **options) == wanted
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_could_be_kept_is_told_of_once(log: Any) -> None:
-    def objective(trial: Any) -> float:
-        return 0.0
-
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    for split, num_told in ((None, 1), (True, 0), (False, 0)):
-        log.seek(0)
-        log.truncate()
-        pipeline = SharedPipeline(train=Pictures(41), val=Pictures(20), split=split)
-        with fleet_of(devices=1, pipeline=pipeline) as fleet:
-            for _ in range(2):
-                optuna.create_study().optimize(objective, n_trials=1, executor=fleet)
-        assert (
-            log.getvalue().count("would be kept with SharedPipeline(..., split=True)") == num_told
-        )
-        assert "'val'" not in log.getvalue()

@@ -244,7 +244,6 @@ class InOrder:
         return self._client.read(
             self._name,
             epoch=self._epoch,
-            origin=0,
             batch_size=BATCH_SIZE,
             rank=0,
             world_size=1,

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 from pipeline_datasets import COUNTS, Counted
 from pipeline_harness import Agent, serving
+from standalone_harness import new_pipeline
 
 from optuna_fleet.pipeline import SharedPipeline
 
@@ -24,3 +25,9 @@ def agent() -> Iterator[Agent]:
     pipeline = SharedPipeline(train=Counted(150), val=Counted(20), seed=3)
     with serving(pipeline, chunk_bytes=1000) as agent:
         yield agent
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[SharedPipeline]:
+    with new_pipeline() as pipeline:
+        yield pipeline

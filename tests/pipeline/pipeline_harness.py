@@ -1,4 +1,7 @@
-"""A small agent in a forked process; readers live in the test's process and in other forks."""
+"""A small agent in a forked process; readers live in the test's process and in other forks.
+
+What tests of behaviour know of the pipeline beside its public names, they have from here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,26 @@ from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline,
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.exchange.plan import Plan
 from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.preprocessor.order import draw, permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.plan import shard
+from optuna_fleet.pipeline.server.store import MAX_DEATHS
+from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
+from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
+
+__all__ = [
+    "Agent",
+    "Forked",
+    "MAX_DEATHS",
+    "MIN_CHUNK_SAMPLES",
+    "PipelineClient",
+    "PipelineHandle",
+    "draw",
+    "permutation",
+    "serving",
+    "shard",
+    "vanish",
+]
 
 _GONE = pickle.dumps(("", None))
 _PATIENCE_S = 240.0  # an agent that takes longer for an answer hangs
@@ -213,6 +235,11 @@ class _Loop:
             pids += (self.sharing.pid,)
         self.server.close()
         return sum(os.waitpid(pid, 0)[1] for pid in pids)
+
+
+def vanish(client: PipelineClient) -> None:
+    """As if the reader's process was killed."""
+    client._sock.close()
 
 
 @contextlib.contextmanager

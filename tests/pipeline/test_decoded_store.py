@@ -1,241 +1,13 @@
 """The decoded store: what is the same in every epoch is done once, and nothing looks different."""
 
-import os
-import re
-
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_datasets import COUNTS
-from pipeline_harness import serving
-from torchvision.transforms import v2
 
-from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
-from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.server.allocator import Allocator
 from optuna_fleet.pipeline.server.decoded import DecodedStore
-
-
-class Pictures:
-    """Counts how often each picture is loaded."""
-
-    def __init__(self, n, transform=None):
-        self.n = n
-        self.transform = transform
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        COUNTS[index] += 1
-        generator = torch.Generator().manual_seed(index)
-        shape = (3, 20 + index % 3, 30)
-        image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        return (self.transform(image) if self.transform else image), index
-
-
-CROP = v2.Compose([v2.CenterCrop(18), v2.RandomCrop(16), v2.ToDtype(torch.float32, scale=True)])
-
-
-def epochs(client, number=3):
-    return [
-        torch.cat(
-            [
-                batch.data[0]
-                for batch in client.read("train", epoch=e, batch_size=7, continues=True)
-            ]
-        )
-        for e in range(number)
-    ]
-
-
-def same(ours, theirs):
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """Without a decoded store."""
-    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=0)
-    with serving(pipeline) as agent:
-        read = epochs(agent.client())
-        assert agent.stats().num_loaded == 0
-        assert agent.notices() == []
-    return read
-
-
-def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
-    with serving(
-        SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=1 << 20)
-    ) as agent:
-        assert same(epochs(agent.client(), 1), plain[:1])
-        loaded = COUNTS[:40].copy()
-        assert same(epochs(agent.client()), plain)
-        # Splitting is tried on sample 0. Those that told the size were not stored, and those of
-        # one chunk not yet when the next epoch was begun beside it.
-        assert (COUNTS[1:40] - loaded[1:]).sum() <= 16
-        stats = agent.stats()
-        assert agent.notices() == []
-    assert stats.num_loaded >= 80 - 16
-    assert 40 * 3 * 18 * 18 <= stats.decoded_bytes <= 1 << 20
-
-
-class Odd(Pictures):
-    """Sample 0 and most others are plain; the others are changed by `oddity(dataset, index)`."""
-
-    def __init__(self, oddity):
-        super().__init__(40, v2.Compose([v2.CenterCrop(18), v2.RandomHorizontalFlip()]))
-        self.oddity = oddity
-
-    def __getitem__(self, index):
-        if index % 3 == 1:
-            return self.oddity(self, index)
-        return super().__getitem__(index)
-
-
-def noisy_before(dataset, index):
-    image, _ = Pictures(40)[index]
-    return dataset.transform(image + torch.randint(0, 9, (), dtype=torch.uint8)), index
-
-
-def made_of_the_result(dataset, index):
-    image, _ = Pictures.__getitem__(dataset, index)
-    return image + index, index
-
-
-def blank(dataset, index):
-    return torch.zeros(3, 18, 18, dtype=torch.uint8), index
-
-
-@pytest.mark.parametrize("oddity", [noisy_before, made_of_the_result, blank])
-def test_samples_that_can_not_be_taken_apart_are_made_whole(oddity):
-    read = []
-    for options in ({"split": False}, {"split": True, "decoded_bytes": 1 << 20}):
-        with serving(SharedPipeline(train=Odd(oddity), **options)) as agent:
-            batches = [
-                agent.client().read("train", epoch=e, batch_size=7, continues=True)
-                for e in range(3)
-            ]
-            read.append([leaf for epoch in batches for batch in epoch for leaf in batch.data])
-            num_loaded = agent.stats().num_loaded
-    assert same(*read)
-    assert num_loaded > 0
-
-
-def test_a_first_sample_that_is_skipped_does_not_spoil_the_others():
-    class Torn(Pictures):
-        def __getitem__(self, index):
-            if index in (0, 1):
-                raise OSError(f"corrupt {index}")
-            return super().__getitem__(index)
-
-    def augment(sample):
-        return sample[0].float() + torch.rand(()), sample[1]
-
-    pipeline = SharedPipeline(
-        train=Torn(30), prepare=first_rows, augment=augment, on_error="skip", decoded_bytes=1 << 20
-    )
-    with serving(pipeline) as agent:
-        for epoch in range(2):
-            batches = agent.client().read("train", epoch=epoch, batch_size=30, continues=True)
-            (batch,) = batches
-            assert sorted(batch.data[1].tolist()) == sorted([2, 2, *range(2, 30)])
-
-
-def first_rows(sample):
-    return sample[0][:, :8, :8], sample[1]
-
-
-def test_store_that_is_too_small_keeps_what_it_can(plain):
-    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=20 * 1200)
-    with serving(pipeline, memory_bytes=200_000) as agent:
-        assert same(epochs(agent.client()), plain)
-        stats = agent.stats()
-        (notice,) = [text for text in agent.notices() if "decoded store" in text]
-    share = re.search(r"about (\d+)% of the samples of data set 'train'", notice)[1]
-    assert 50 <= int(share) <= 55
-    assert re.search(r"ms of a core each, .* s per epoch\. A larger decoded_bytes", notice)
-    # Up to 21 samples fit; how many of them are there in time for which epoch, the load decides.
-    assert 0 < stats.num_loaded <= 42
-    assert stats.decoded_bytes <= 20 * 1200
-    assert stats.peak_bytes <= 200_000
-
-
-class Unlike(Pictures):
-    """The first samples are small, the others ten times as large."""
-
-    def __getitem__(self, index):
-        side = 12 if index in (0, *self.first) else 40
-        generator = torch.Generator().manual_seed(index)
-        image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator)
-        return self.transform(image), index
-
-
-def test_the_budget_holds_where_the_first_samples_are_small():
-    dataset = Unlike(1000, v2.Compose([v2.RandomCrop(10), v2.RandomHorizontalFlip()]))
-    dataset.first = permutation(0, "train", 0, 1000)[:2].tolist()  # these tell the sizes
-    budget = 3_000_000
-    pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=2_500_000)
-    with serving(pipeline, memory_bytes=budget, chunk_bytes=10_000) as agent:
-        client = agent.client()
-        for epoch in range(10):
-            for _ in client.read("train", epoch=epoch, batch_size=8, continues=True):
-                pass
-        stats = agent.stats()
-    assert stats.decoded_bytes > 1_000_000
-    assert stats.peak_bytes <= budget
-
-
-def test_stages_given_by_the_user():
-    def augment(sample):
-        image, index = sample
-        return image.float() + torch.rand(()), index
-
-    def prepare(sample):
-        image, index = sample
-        return image[:, :8, :8], index
-
-    stages = {"prepare": prepare, "augment": augment}
-    wanted = []
-    for decoded_bytes in (0, 1 << 20):
-        COUNTS[:] = 0
-        pipeline = SharedPipeline(train=Pictures(30), **stages, decoded_bytes=decoded_bytes)
-        with serving(pipeline) as agent:
-            wanted.append(epochs(agent.client()))
-            assert (agent.stats().num_loaded > 0) == (decoded_bytes > 0)
-    assert same(*wanted)
-    assert not torch.equal(wanted[0][0], wanted[0][1])
-    assert COUNTS[:30].sum() <= 45  # 90 without the store
-
-
-def test_finish_is_applied_to_every_sample():
-    def finish(sample):
-        image, index = sample
-        return image.float() / 255, index
-
-    pictures = Pictures(6, v2.CenterCrop(8))
-    with serving(SharedPipeline(val=pictures, finish=finish)) as agent:
-        (batch,) = agent.client().read("val", epoch=0, batch_size=6)
-    assert torch.equal(batch.data[0][3], pictures[3][0].float() / 255)
-
-
-def test_killed_preprocessor_leaves_no_half_written_sample(plain):
-    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=1 << 20)
-    with serving(pipeline, chunk_bytes=1000) as agent:
-        client = agent.client()
-        read = []
-        for epoch in range(3):
-            batches = iter(client.read("train", epoch=epoch, batch_size=5))
-            parts = [next(batches).data[0]]
-            for pid in agent.pids():
-                os.kill(pid, 9)
-            parts += [batch.data[0] for batch in batches]
-            read.append(torch.cat(parts))
-        assert agent.stats().num_loaded > 0
-    assert same(read, plain)
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
@@ -250,23 +22,6 @@ def test_what_comes_back_takes_no_room_from_what_is_to_come(num_samples):
         store.publish(ended, "a", [(i, o, 100) for i, o in zip(indices, places, strict=False)])
         flying.append((order + 2, store.lend(order + 2, "a", num_samples)))
     assert all(store.is_kept("a", index) for index in range(100))
-
-
-def test_memory_that_can_not_be_written_to_is_read_without_a_warning():
-    """Here warnings are errors, as they may be in a script."""
-    arena = Arena(3000)
-    store = DecodedStore({"a": 1}, 3000, Allocator(0, 3000))
-    store.serve("a", 1000)
-    samples = DecodedSamples(arena, store.table, {"a": 1})
-    samples.begin(store.lend(0, "a", 1))
-    samples.put(0, pack((torch.arange(9),)))
-    store.publish(0, "a", samples.stored())
-    torch.set_warn_always(True)
-    try:
-        ((values,),) = samples.get("a", 0, copy=False)
-    finally:
-        torch.set_warn_always(False)
-    assert torch.equal(values, torch.arange(9))
 
 
 @given(data=st.data())
@@ -296,7 +51,7 @@ def test_extents_never_overlap_and_samples_come_back(data):
                 writer.put(index, _packed(name, index, length))
             orders[number] = (name, writer)
         for name, index in samples:
-            ((text, *_),) = reader.get(name, index, copy=True)
+            ((text, *_),) = reader.get(name, index)
             assert text == f"{name}{index}"
         assert store.used_bytes <= 3000
 

@@ -6,27 +6,19 @@ import mmap
 import os
 import pickle
 import selectors
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from pipeline_harness import Forked, serving
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
+from pipeline_harness import Forked
 
-from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.preprocessor.comparing import same
 from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
-from optuna_fleet.pipeline.preprocessor.tables import Table
-from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
 
 LENGTH = 100_000
-MB = 1 << 20
 
 
 @pytest.fixture
@@ -52,67 +44,6 @@ def packed(value):
 
 def nbytes(payload):
     return os.stat(payload.path).st_size
-
-
-class Tokens:
-    """Sample i is the i-th row of a mapped file."""
-
-    def __init__(self, path):
-        self.rows = mapped(path).reshape(-1, 100)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return torch.from_numpy(self.rows[index].copy())
-
-
-class Both:
-    """Two preprocessors make samples of it, however late one of them begins."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def meet(self, index):
-        """But for the first chunk, whose samples tell their size: one makes it alone."""
-        (self.folder / str(os.getpid())).touch()
-        while index >= MIN_CHUNK_SAMPLES and len(os.listdir(self.folder)) < 2:
-            time.sleep(2e-3)
-
-
-class Nosy(Both):
-    """Writes its process id into its data, and says which it found there."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.owner = torch.zeros(LENGTH, dtype=torch.int64)
-
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        self.meet(index)
-        found, self.owner[0] = self.owner[0].item(), os.getpid()
-        return found, os.getpid()
-
-
-class Summed(Both):
-    """Each sample takes all of the data, so that whoever makes one has all of its pages."""
-
-    def __init__(self, folder, nbytes):
-        super().__init__(folder)
-        self.numbers = torch.ones(nbytes // 8, dtype=torch.int64)
-
-    def __len__(self):
-        return 4 * MIN_CHUNK_SAMPLES
-
-    def __getitem__(self, index):
-        self.meet(index)
-        return self.numbers.sum()
-
-
-def read(agent):
-    return [batch.data for batch in agent.client().read("val", epoch=0, batch_size=100)]
 
 
 def test_nobody_can_change_the_file_that_all_read():
@@ -141,40 +72,6 @@ def test_a_path_that_is_another_files_by_now_is_not_opened(tmp_path):
 
 
 # Lists of torchvision's data sets
-
-
-def folder_of(tmp_path, samples):
-    """An ImageFolder of one image that is known under many names."""
-    (tmp_path / "class").mkdir()
-    Image.new("RGB", (2, 2)).save(tmp_path / "class" / "0.png")
-    folder = ImageFolder(tmp_path, v2.ToImage(), loader=lambda path: Image.new("RGB", (2, 2)))
-    folder.samples = folder.imgs = samples
-    folder.targets = [target for _, target in samples]
-    return folder
-
-
-ODD = "\udcff\N{GREEK SMALL LETTER ALPHA} "
-
-
-@pytest.mark.parametrize("kind", [Table, list])
-def test_long_lists_of_file_names_are_shared(tmp_path, kind):
-    samples = [(f"{ODD}{index}" * (index % 3), index - 5) for index in range(1000)]
-    if kind is list:
-        samples[999] = ("a", 1.5)
-    folder = folder_of(tmp_path, samples)
-    there = travelled({"folder": folder, "same": folder, "plain": samples})
-    assert there["same"] is there["folder"]
-    assert type(there["folder"].samples) is kind
-    assert there["folder"].samples is there["folder"].imgs
-    assert type(folder.samples) is type(there["plain"]) is list  # what is the user's is left alone
-    assert list(there["folder"].samples) == samples
-    assert there["folder"].samples[-1] == samples[-1]
-    assert there["folder"].samples[5:9] == samples[5:9]
-    assert list(there["folder"].targets) == folder.targets
-    with pytest.raises(IndexError):
-        there["folder"].samples[1000]
-    assert len(there["folder"]) == 1000
-    assert [target for _, target in (there["folder"][i] for i in range(5))] == [*range(-5, 0)]
 
 
 # Mapped files
@@ -237,31 +134,6 @@ def test_a_file_that_is_gone_before_it_is_packed_travels_as_bytes(tokens):
     array = mapped(tokens)
     tokens.unlink()
     assert np.array_equal(travelled(array), array)
-
-
-def test_a_mapped_data_set_is_served(tokens, monkeypatch):
-    monkeypatch.chdir(tokens.parent)
-    dataset = Tokens(tokens.name)
-    monkeypatch.chdir("/")
-    pipeline = SharedPipeline(val=dataset)
-    assert nbytes(pipeline.payload()) < 5000
-    with serving(pipeline) as agent:
-        found = torch.cat(read(agent))
-    assert torch.equal(found.flatten(), torch.arange(LENGTH, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (Path.unlink, r"'.*tokens.bin', which a data set maps, can't be had any more \(No such"),
-        (lambda path: os.truncate(path, 100), "has 100 bytes, but had 400064 when"),
-    ],
-)
-def test_a_mapped_file_that_changes_on_the_way_is_named(tokens, change, message):
-    with serving(SharedPipeline(val=Tokens(tokens))) as agent:
-        change(tokens)
-        with pytest.raises(PreprocessingError, match=message):
-            read(agent)
 
 
 # What lies outside of the pickle
@@ -330,39 +202,10 @@ def test_small_arrays_stay_in_the_pickle():
     assert nbytes(packed(arrays)) < 1000 * 60
 
 
-# Memory
-
-
-def memory_of(pid):
-    """Bytes of a process' memory by kind."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
-
-
 def memory_files(pid="self"):
     """Names of the memory files that a process has open."""
     links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
     return [link for link in links if "memfd:optuna-fleet-" in link]
-
-
-def test_preprocessors_share_the_memory_of_a_data_set(tmp_path):
-    with serving(SharedPipeline(val=Summed(tmp_path, 64 * MB)), chunk_bytes=100) as agent:
-        assert read(agent)[0].tolist() == [8 * MB] * 4 * MIN_CHUNK_SAMPLES
-        memories = [memory_of(pid) for pid in agent.pids()]
-    assert len(memories) == 2
-    for memory in memories:
-        assert memory["Private_Dirty"] < 40 * MB
-        assert memory["Shared_Dirty"] + memory["Shared_Clean"] > 64 * MB
-
-
-def test_what_a_data_set_writes_into_itself_stays_in_its_process(tmp_path):
-    with serving(SharedPipeline(val=Nosy(tmp_path)), chunk_bytes=100) as agent:
-        [(found, pids)] = read(agent)
-        assert set(pids.tolist()) == set(agent.pids())
-        assert len(agent.pids()) == 2
-    first_of_each = 2
-    assert (found == pids).sum() == len(pids) - first_of_each
-    assert (found == 0).sum() == first_of_each
 
 
 def test_memory_files_are_closed_with_the_server():

@@ -294,7 +294,7 @@ def test_what_turns_out_unlike_the_first_changes_nothing_of_it(odd):
     writer = ChunkWriter(memory := room(1 << 17), 5, collated_by_user=False)
     for sample in [*samples, odd, samples[0]]:
         writer.add(sample)
-    writer.finish(is_finished=True)
+    writer.finish()
     chunk = ChunkView(np.frombuffer(memory, np.uint8))
     assert bits(chunk.samples(0, 5)) == bits([*samples, odd, samples[0]])
 
@@ -307,7 +307,7 @@ def test_what_does_not_fit_tells_what_it_takes(by_user):
         writer = ChunkWriter(room(nbytes), 9, collated_by_user=by_user)
         for sample in samples:
             writer.add(sample)
-        return writer.finish(is_finished=True)
+        return writer.finish()
 
     with pytest.raises(OutgrownError) as caught:
         write(100_000)

@@ -287,17 +287,6 @@ def test_nothing_is_reserved_while_the_largest_chunk_would_find_no_room():
     assert gone(store, lambda: store.reserve(3 * PAGE)) == [ChunkKey("train", 0, 3)]
 
 
-def test_an_epoch_keeps_the_size_of_its_chunks():
-    store = make_store(budget=100, window=100)
-    store.open_pass(("a", 0), "train", 0, 0, continues=True)
-    store.set_size("train", num_samples=NUM_CHUNKS, chunk_size=3, chunk_bytes=3 * PAGE)
-    assert (store.size("train", 0).chunk_size, store.size("train", 1).chunk_size) == (1, 3)
-    epochs = [key.epoch for key in produce_all(store)]
-    assert (epochs.count(0), epochs.count(1)) == (NUM_CHUNKS, 2)
-    store.move(("a", 0), 4)
-    assert store.head("train") == (0, 4)
-
-
 def test_failure_is_told_and_only_tried_again_on_request():
     store = make_store(window=2)
     store.open_pass(("a", 0), "train", 0, 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet import SharedPipeline, take_apart
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.trainer.data import feed as feed_module
 from optuna_fleet.trainer.data.feed import ahead, feed
@@ -180,9 +180,8 @@ def test_memory_is_held_if_the_device_fails_during_a_copy(monkeypatch):
 
 def test_batches_are_finished_where_they_arrive(stage, copies):
     batches = [Batch(data=torch.full((2,), n), local_size=2, global_size=2) for n in range(2)]
-    batches.append(Batch(data=torch.full((2,), 9), local_size=2, global_size=2, is_finished=True))
     fed = [data for _, data in ahead(batches, *stage, lambda data: data * 0.5)]
-    assert [data.tolist() for data in fed] == [[0, 0], [0.5, 0.5], [9, 9]]
+    assert [data.tolist() for data in fed] == [[0, 0], [0.5, 0.5]]
 
 
 class Images:
@@ -203,14 +202,9 @@ class Images:
         return self.transform(image), index
 
 
-def halve(sample):
-    image, index = sample
-    return image / 2, index
-
-
-@pytest.mark.parametrize("finish", [None, halve])
-def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors(finish):
-    pipeline = SharedPipeline(train=Images(), split=True, finish=finish)
+def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors():
+    dataset, augment, finish = take_apart(Images(), augment=0, finish=1)
+    pipeline = SharedPipeline(train=dataset, augment=augment, finish=finish)
     wanted = pipeline.inline().read("train", epoch=1, batch_size=4)
     with serving(pipeline, finish_on_device=True) as agent:
         client = agent.client()

@@ -54,7 +54,7 @@ class FleetSummary:
             train. 0 if none was measured.
         pipeline: What the shared pipeline did for this call, how its processes spent their time,
             how full its queues were and what went wrong; None without a pipeline.
-        exchange: How nodes shared its chunks, and why; "" if they did not.
+        exchange: By which scheme nodes shared its chunks; "" if they did not.
         left_out: Nodes and devices that get no more trials because they kept failing, and why.
     """
 

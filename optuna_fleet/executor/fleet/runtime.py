@@ -142,7 +142,6 @@ class Runtime:
                 self.rendezvous.lost(message)
             case PipelineReport():
                 self.reports.take(message)
-                self.sharing.reported(self.reports.last)
             case AgentJoining() if self.nodes.get(message.agent):
                 self.sharing.joined(message.agent)
             case ChunksShared() if self.nodes.get(message.peer.agent):

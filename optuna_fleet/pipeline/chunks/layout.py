@@ -32,16 +32,12 @@ HEAD = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseHeader:
-    """Columns and, for each, its place in bytes from the beginning of the chunk.
-
-    Trainers have nothing more to do with the samples if the chunk ``is_finished``.
-    """
+    """Columns and, for each, its place in bytes from the beginning of the chunk."""
 
     num_samples: int
     structure: Structure
     columns: tuple[Column, ...]
     offsets: tuple[int, ...]
-    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,6 @@ class ObjectHeader:
     """
 
     blobs: tuple[tuple[tuple[int, int], ...], ...]
-    is_finished: bool
 
 
 class OutgrownError(Exception):
@@ -103,21 +98,34 @@ class ChunkWriter:
         """Returns what was added so far."""
         return self._objects or [] if self._dense is None else self._dense.samples()
 
-    def finish(self, *, is_finished: bool) -> int:
+    def finish(self) -> int:
         """Writes what is left to write, and returns the bytes that the chunk takes.
 
         Raises:
             OutgrownError: The samples do not fit.
         """
         if self._dense is not None:
-            return self._dense.finish(is_finished=is_finished)
-        return _write_objects(self._room, self._objects or [], is_finished=is_finished)
+            return self._dense.finish()
+        return _write_objects(self._room, self._objects or [])
+
+
+def write_rows(room: memoryview, rows: Sequence[torch.Tensor]) -> int | None:
+    """Writes samples that are tuples of a row of each tensor, all at once.
+
+    Returns:
+        The bytes they take; None if they can't be written so.
+
+    Raises:
+        OutgrownError: They do not fit.
+    """
+    dense = _Dense.of(room, len(rows[0]), tuple(each[0] for each in rows))
+    return None if dense is None else dense.write_rows(rows)
 
 
 def write_chunk(
     samples: Sequence[Any], *, collated_by_user: bool
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns a chunk of finished samples, in memory of its own; arguments as of `ChunkWriter`."""
+    """Returns a chunk in memory of its own; arguments as of `ChunkWriter`."""
     nbytes = 4096
     while True:
         memory = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -126,7 +134,7 @@ def write_chunk(
         try:
             for sample in samples:
                 writer.add(sample)
-            return chunk[: writer.finish(is_finished=True)]
+            return chunk[: writer.finish()]
         except OutgrownError as error:
             nbytes = error.nbytes
 
@@ -179,7 +187,6 @@ class _Dense:
             structure=structure,
             columns=found,
             offsets=tuple(offsets),
-            is_finished=True,
         )
         if (need := end + len(dumps(header))) > room.nbytes:
             raise OutgrownError(need)
@@ -200,6 +207,13 @@ class _Dense:
         self._num_added += 1
         return True
 
+    def write_rows(self, rows: Sequence[torch.Tensor]) -> int:
+        """Writes all leaves and the header; returns the bytes of it all."""
+        for offset, each in zip(self._header.offsets, rows, strict=False):
+            written = columns.raw_bytes(each.detach())
+            self._room[offset : offset + written.nbytes] = written.data
+        return _write_header(self._room, self._end, self._header)
+
     def samples(self) -> list[Any]:
         """Returns what was added, in memory of its own."""
         numbers = range(len(self._header.columns))
@@ -213,7 +227,7 @@ class _Dense:
             return self._small[number][sample]
         return columns.leaf(self._header.columns[number], self._large[number][sample].clone())
 
-    def finish(self, *, is_finished: bool) -> int:
+    def finish(self) -> int:
         """Writes small leaves and the header; returns the bytes of it all."""
         written = []
         for number, column in enumerate(self._header.columns):
@@ -224,11 +238,11 @@ class _Dense:
                 begin = self._header.offsets[number]
                 self._room[begin : begin + joined.nbytes] = joined.data
             written.append(column)
-        header = replace(self._header, columns=tuple(written), is_finished=is_finished)
+        header = replace(self._header, columns=tuple(written))
         return _write_header(self._room, self._end, header)
 
 
-def _write_objects(room: memoryview, samples: Sequence[Any], *, is_finished: bool) -> int:
+def _write_objects(room: memoryview, samples: Sequence[Any]) -> int:
     places, blobs, end = [], [], ALIGNMENT
     for sample in samples:
         place = []
@@ -237,7 +251,7 @@ def _write_objects(room: memoryview, samples: Sequence[Any], *, is_finished: boo
             blobs.append(blob)
             end = aligned(end + len(blob))
         places.append(tuple(place))
-    header = ObjectHeader(blobs=tuple(places), is_finished=is_finished)
+    header = ObjectHeader(blobs=tuple(places))
     if end > room.nbytes:
         raise OutgrownError(end + len(dumps(header)))
     for (begin, stop), blob in zip(chain(*places), blobs, strict=True):

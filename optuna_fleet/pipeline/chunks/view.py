@@ -99,28 +99,6 @@ Part = tuple[ChunkView, int, int]
 """A chunk and the range of its samples."""
 
 
-def cut_alike(
-    parts: Sequence[Part],
-    collate: Callable[[list[Any]], Any] | None,
-    finish: Callable[[Any], Any] | None,
-    *,
-    copies: bool = False,
-) -> tuple[Any, bool]:
-    """Returns the batch of these samples as `cut_batch`, and whether it is finished.
-
-    Where some chunks are, ``finish`` finishes the samples of the others.
-    """
-    kinds = {chunk.header.is_finished for chunk, _, _ in parts}
-    if len(kinds) == 1:
-        return cut_batch(parts, collate, copies=copies), kinds.pop()
-    assert finish is not None
-    samples: list[Any] = []
-    for chunk, start, stop in parts:
-        own = chunk.samples(start, stop)
-        samples += own if chunk.header.is_finished else map(finish, own)
-    return _collated(samples, collate), True
-
-
 def cut_batch(
     parts: Sequence[Part], collate: Callable[[list[Any]], Any] | None, *, copies: bool = False
 ) -> Any:

@@ -82,7 +82,7 @@ def _score(key: ChunkKey, peer: Peer) -> bytes:
     return blake2b(f"{peer.agent} {key.epoch} {key.chunk} {key.name}".encode()).digest()
 
 
-def scheme_of(exchange: Any) -> tuple[Scheme | Literal["auto"], int | None]:
+def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
     """Returns what was given: a scheme, and how many nodes make chunks in "multi-broadcast:p".
 
     Raises:
@@ -92,5 +92,5 @@ def scheme_of(exchange: Any) -> tuple[Scheme | Literal["auto"], int | None]:
         wanted = 'give a number of makers so: "multi-broadcast:4"'
         check_that("exchange", exchange, _MANY.fullmatch, wanted)
         return "multi-broadcast", int(exchange.partition(":")[2])
-    check_choice("exchange", exchange, ("auto", *SCHEMES))
+    check_choice("exchange", exchange, SCHEMES)
     return cast("Scheme", exchange), None

@@ -1,35 +1,17 @@
-"""Samples compared to the last bit, and their size; images included.
-
-Some that came from the decoded store are made again, to see whether they agree.
-"""
+"""Samples compared to the last bit, images included."""
 
 from __future__ import annotations
 
 import copy
-import struct
-import time
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from optuna_fleet.pipeline.chunks.columns import is_picture, leaf_bytes
-from optuna_fleet.pipeline.chunks.structure import flatten
-
-EVERY = 500
-"""One in so many is made again."""
-
-SHARE = 0.004
-"""Most of this process' time that may be spent on it: some samples take long to make."""
-
-
-def nbytes(sample: Any) -> int:
-    """Returns about how many bytes the sample's leaves take."""
-    leaves: list[Any] = []
-    flatten(sample, leaves)
-    return sum(map(leaf_bytes, leaves))
+from optuna_fleet.pipeline.chunks.columns import is_picture, without_images
+from optuna_fleet.pipeline.chunks.structure import flatten, map_leaves
 
 
 def same(left: Any, right: Any) -> bool:
@@ -70,6 +52,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
+def batch_of_two(sample: Any) -> Any:
+    """Returns what torch's ``default_collate`` makes of a sample, twice."""
+    return default_collate([map_leaves(sample, without_images)] * 2)
+
+
 def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
     """Returns whether a sample that is made again is the same, or can't be told to be another.
 
@@ -83,36 +70,3 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
         return same(before, again) or b"".join(pack(before)) == b"".join(pack(again))
     except Exception:
         return True  # of the moment, perhaps: it says nothing of the sample
-
-
-class Audit:
-    """Finds data sets that depend on what the pipeline can't see; for one preprocessor.
-
-    Attributes:
-        mismatches: By data set, the first sample that came out differently.
-    """
-
-    def __init__(self, busy_s: Callable[[], float] = time.process_time) -> None:
-        self._busy_s = busy_s
-        self._spent_s = 0.0
-        self._last_s = 0.0
-        self.mismatches: dict[str, int] = {}
-
-    def is_due(self, epoch: int, index: int) -> bool:
-        """Returns whether to make this sample again: of each epoch others."""
-        if zlib.crc32(struct.pack("<QQ", epoch, index)) % EVERY:
-            return False
-        return self._spent_s + self._last_s <= SHARE * self._busy_s()
-
-    def agrees(self, name: str, index: int, ours: Any, make: Callable[[], Any]) -> bool:
-        """Returns whether a sample is what ``make`` gives, and notes it if not."""
-        began = time.perf_counter()
-        try:
-            agrees = same(ours, make())
-        except Exception:
-            agrees = True  # of the moment, perhaps: it says nothing of the store
-        self._last_s = time.perf_counter() - began
-        self._spent_s += self._last_s
-        if not agrees:
-            self.mismatches.setdefault(name, index)
-        return agrees

@@ -5,13 +5,9 @@ from __future__ import annotations
 import mmap
 import pickle
 import struct
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
-
-import torch
 
 from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.chunks.pickling import dumps_outside
@@ -29,8 +25,6 @@ class DecodedSamples:
         self._memory = arena.readable()
         self._extents: list[Extent] = []
         self._stored: list[Stored] = []
-        with _unwarned():  # torch warns once; to leave that out for each sample takes longer
-            torch.frombuffer(b"-", dtype=torch.uint8)
 
     def begin(self, extents: Iterable[Extent]) -> None:
         """Begins an order that may write into these extents."""
@@ -41,16 +35,13 @@ class DecodedSamples:
         """Returns what the order has written so far."""
         return tuple(self._stored)
 
-    def get(self, name: str, index: int, *, copy: bool) -> tuple[Any] | None:
-        """Returns the prepared sample in a tuple; None if it is not there.
-
-        Without a ``copy`` its tensors are views of memory that must not be written to.
-        """
+    def get(self, name: str, index: int) -> tuple[Any] | None:
+        """Returns a copy of the prepared sample in a tuple; None if it is not there."""
         entry = self._first[name] + index
         place, length = ENTRY.unpack_from(self._table, entry * ENTRY.size)
         if not place:
             return None
-        return (unpack(self._memory[place - 1 : place - 1 + length], copy=copy),)
+        return (_unpack(self._memory[place - 1 : place - 1 + length]),)
 
     def put(self, index: int, blobs: Sequence[bytes | memoryview]) -> None:
         """Keeps a prepared sample as `pack` made it, if there is room."""
@@ -72,21 +63,14 @@ def pack(prepared: Any) -> list[bytes | memoryview]:
     return [struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *map(len, blobs)), *blobs]
 
 
-def unpack(record: memoryview, *, copy: bool) -> Any:
-    """Returns the sample that these bytes hold, as a private copy or as a view of them."""
+def copied(prepared: Any) -> Any:
+    """Returns what was prepared as it comes out of the store."""
+    return _unpack(memoryview(b"".join(pack(prepared))))
+
+
+def _unpack(record: memoryview) -> Any:
     (count,) = struct.unpack_from("<Q", record)
     lengths = struct.unpack_from(f"<{count}Q", record, 8)
     ends = list(accumulate(lengths, initial=8 * (1 + count)))
     head, *blobs = (record[begin:end] for begin, end in pairwise(ends))
-    if copy:
-        return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])
-    with _unwarned() if torch.is_warn_always_enabled() else nullcontext():
-        return pickle.loads(head, buffers=blobs)
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Without torch's warning that memory can't be written to."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")
-        yield
+    return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])

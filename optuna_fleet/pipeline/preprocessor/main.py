@@ -18,10 +18,12 @@ from optuna_fleet.pipeline.chunks.layout import (
     OutgrownError,
     sample_bytes,
     write_chunk,
+    write_rows,
 )
 from optuna_fleet.pipeline.exchange.peers import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import Budgets, guess_sample_bytes
 from optuna_fleet.pipeline.messages import (
+    AtWork,
     ChunkFetched,
     ChunkNotFetched,
     ChunkNotProduced,
@@ -35,11 +37,14 @@ from optuna_fleet.pipeline.messages import (
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, TOGETHER, ChunkKey, PipelineSpec
+from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
 from optuna_fleet.settings import Adoption, Settings
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more
+
+_TELL_S = 1.0
+"""Who is at a chunk for longer says so after a sample, at most that often."""
 
 
 def preprocessor_main(
@@ -65,7 +70,7 @@ def preprocessor_main(
     torch.set_num_threads(1)
     _keep_freed_memory(budgets.chunk_bytes)
     sock.setblocking(True)
-    samples = Samples(load, spec, decoded, force_decoded=budgets.force_decoded)
+    samples = Samples(load, spec, decoded)
     producer = _Producer(
         sock=sock,
         spec=spec,
@@ -103,7 +108,6 @@ class _Kept(NamedTuple):
     """The first samples of a chunk that is wanted again by the next order."""
 
     key: ChunkKey
-    version: int  # of `Samples`
     samples: list[Any]
 
 
@@ -117,27 +121,24 @@ class _Producer:
     samples: Samples
     asking: Asking | None
     kept: _Kept | None = None
+    told_s: float = 0.0  # when the agent last heard, or was heard of
 
     def measure(self, order: MeasureSample) -> None:
-        """Answers how large a preprocessed sample of the data set is, and how long it takes."""
+        """Answers how large a preprocessed sample of the data set is."""
+        self.told_s = time.monotonic()
         key, chunk_size = order.key, None
         if order.decider is not None and self.asking is not None:
             answer, _ = self.asking.ask(order.decider, key.name)
             chunk_size = answer.chunk_size if answer is not None else None
         by_user = self.spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, prepared_bytes, sample_s, is_repeatable = 0, None, 0.0, True
+        header_bytes, prepared_bytes, is_repeatable = 0, None, True
         self.samples.begin()
-        version = self.samples.version
         try:
-            began = time.perf_counter()
-            first = self.samples.sample(key, 0)
-            first_s = time.perf_counter() - began
-            self.kept = _Kept(key, version, [first])
+            first = self._sample(key, 0)
+            self.kept = _Kept(key, [first])
             prepared_bytes = self.samples.prepared_bytes(key)
-            nbytes, sample_s = self._further(self.kept, by_user)
-            if self.spec.dataset(key.name).batched:
-                sample_s += first_s / TOGETHER  # the others had been read with it
+            nbytes = self._largest(self.kept, by_user)
             is_repeatable = self.samples.is_repeatable(key, first)
             chunk = write_chunk([first], collated_by_user=by_user)
             first_bytes = sample_bytes(first, collated_by_user=by_user)
@@ -150,40 +151,36 @@ class _Producer:
                 key=key,
                 sample_bytes=nbytes,
                 header_bytes=header_bytes,
-                sample_s=sample_s,
                 prepared_bytes=prepared_bytes,
                 chunk_size=chunk_size,
                 is_repeatable=is_repeatable,
             ),
         )
 
-    def _further(self, kept: _Kept, by_user: bool) -> tuple[int, float]:
-        """Makes a few more samples, which the first chunk will have: some are slow, or large.
-
-        Returns:
-            Bytes of the largest, and the seconds that the fastest took.
-        """
+    def _largest(self, kept: _Kept, by_user: bool) -> int:
+        """Makes a few more samples, which the first chunk will have; the bytes of the largest."""
         most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(kept.key.name).num_samples)
         sizes = [sample_bytes(kept.samples[0], collated_by_user=by_user)]
-        times: list[float] = []
-        while (
-            len(sizes) < most and (len(sizes) < 3 or len(set(sizes)) > 1) and sum(times) < CHUNK_S
-        ):
-            started = time.perf_counter()
+        while len(sizes) < most and (len(sizes) < 3 or len(set(sizes)) > 1):
             try:
-                sample = self.samples.sample(kept.key, len(kept.samples))
+                sample = self._sample(kept.key, len(kept.samples))
             except SampleError:
                 break  # the order for its chunk will tell
-            times.append(time.perf_counter() - started)
             sizes.append(sample_bytes(sample, collated_by_user=by_user))
             kept.samples.append(sample)
-        return max(sizes), min(times, default=0.0)
+        return max(sizes)
+
+    def _sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
+        made = self.samples.sample(key, position, use_store=use_store)
+        if time.monotonic() - self.told_s > _TELL_S:
+            wire.send(self.sock, AtWork())
+            self.told_s = time.monotonic()
+        return made
 
     def fetch(self, order: ProduceChunk) -> None:
         """Gets a chunk from the node that owns it, and says so."""
         assert self.asking is not None
         assert order.source is not None
-        began = time.perf_counter()
         is_finished = self.spec.dataset(order.key.name).finish is None
         question = AskForChunk(order.key, order.chunk_size, is_finished)
         answer, data = self.asking.ask(order.source, question)
@@ -195,18 +192,16 @@ class _Producer:
             room = self.arena.writable(order.address, order.max_bytes)
             room[: data.nbytes] = data
             if self._commit(order, room[: data.nbytes]):
-                seconds = time.perf_counter() - began
-                done = ChunkFetched(key=order.key, nbytes=data.nbytes, seconds=seconds)
-                wire.send(self.sock, done)
+                wire.send(self.sock, ChunkFetched(key=order.key, nbytes=data.nbytes))
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk where it was ordered, and says so."""
-        began = time.perf_counter()
+        began, self.told_s = time.perf_counter(), time.monotonic()
         key = order.key
         try:
             room = self.arena.writable(order.address, order.max_bytes)
             with reported(f"A chunk of data set {key.name!r} could not be stored: it"):
-                nbytes, num_samples, num_made = self._write(order, room)
+                nbytes, num_samples = self._write(order, room)
         except SampleError as failure:
             wire.send(self.sock, ChunkNotProduced(key=key, error=failure.error))
             return
@@ -219,13 +214,11 @@ class _Producer:
             key=key,
             nbytes=nbytes,
             num_samples=num_samples,
-            num_made=num_made,
             busy_s=time.perf_counter() - began,
             stored=self.decoded.stored(),
             num_loaded=self.samples.num_loaded,
             skipped=tuple(self.samples.skipped),
             complaint=self.samples.complaint,
-            mismatch=self.samples.audit.mismatches.get(key.name),
         )
         wire.send(self.sock, done)
 
@@ -238,40 +231,35 @@ class _Producer:
             return False
         return True
 
-    def _write(self, order: ProduceChunk, room: memoryview) -> tuple[int, int, int]:
-        """Returns the chunk's bytes, its samples, and how many of them were made just now."""
+    def _write(self, order: ProduceChunk, room: memoryview) -> tuple[int, int]:
+        """Returns the chunk's bytes, and its samples."""
         key, start, samples = order.key, order.key.chunk * order.chunk_size, self.samples
         stop = min(start + order.chunk_size, self.spec.dataset(key.name).num_samples)
         kept, self.kept = self.kept, None
         made: list[Any] = []
-        if kept is not None and (kept.key, kept.version) == (key, samples.version):
+        if kept is not None and kept.key == key:
             made = kept.samples[: order.chunk_size]
         else:
             samples.begin()
         self.decoded.begin(order.extents)
         nbytes = self._filled(order, room, made, range(start, stop))
-        return nbytes, stop - start, stop - start - len(made)
+        return nbytes, stop - start
 
     def _filled(
         self, order: ProduceChunk, room: memoryview, made: list[Any], positions: range
     ) -> int:
         """Returns the chunk's bytes, of which the first samples are there already."""
-        key, samples = order.key, self.samples
-        by_user = self.spec.dataset(key.name).collate is not None
-        while True:
-            version, sample = samples.version, None
-            writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
-            try:
-                for each in made:
-                    writer.add(each)
-                for position in positions[len(made) :]:
-                    sample = samples.sample(key, position, use_store=order.split)
-                    if samples.version != version:
-                        break
-                    writer.add(sample)
-                else:
-                    return writer.finish(is_finished=samples.is_finished(key.name))
-            except OutgrownError:
-                self.kept = _Kept(key, version, writer.samples())
-                raise
-            made = samples.again(key.name, [*writer.samples(), sample])
+        rows = self.samples.rows(order.key, positions)
+        if rows is not None and (nbytes := write_rows(room, rows)) is not None:
+            return nbytes
+        by_user = self.spec.dataset(order.key.name).collate is not None
+        writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
+        try:
+            for each in made:
+                writer.add(each)
+            for position in positions[len(made) :]:
+                writer.add(self._sample(order.key, position, use_store=order.uses_store))
+            return writer.finish()
+        except OutgrownError:
+            self.kept = _Kept(order.key, writer.samples())
+            raise

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from optuna_fleet.pipeline.chunks.memory_files import map_privately
-from optuna_fleet.pipeline.preprocessor import mapped_files, tables
+from optuna_fleet.pipeline.preprocessor import mapped_files
 from optuna_fleet.pipeline.preprocessor.order import Generator, is_generator
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.wire import packing
@@ -141,7 +141,6 @@ class _Pickler(packing.Pickler):
     def __init__(self, stream: Any, *, buffer_callback: Callable[[Any], bool]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.generators: list[Generator] = []
-        self._tables: dict[int, Any] = {}
         self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
     def dump_all(self, value: Any) -> None:
@@ -156,8 +155,6 @@ class _Pickler(packing.Pickler):
             found = mapped_files.reduction(obj) or _array_reduction(obj)
         elif "torch" in sys.modules and type(obj) is sys.modules["torch"].Tensor:
             found = self._tensor_reduction(obj)
-        else:
-            found = tables.reduction(obj, self._tables)
         return super().reducer_override(obj) if found is None else found
 
     def _tensor_reduction(self, tensor: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,22 +11,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch.utils.data import Subset, TensorDataset
+
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
-from optuna_fleet.pipeline.preprocessor.comparing import Audit, comes_again
-from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
-from optuna_fleet.pipeline.preprocessor.order import watched
+from optuna_fleet.pipeline.preprocessor.comparing import comes_again
+from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
-from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, rebuilt
+from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
 from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.preprocessor.together import Together
-from optuna_fleet.pipeline.preprocessor.transform_split import AnotherWayError
 from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
-from optuna_fleet.wire import packing
 
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
@@ -37,9 +35,6 @@ _BLOCK = 1 << 16
 
 _MOST_BLOCKS = 16
 """Of so many this process knows the positions: one for each epoch that is being made, usually."""
-
-WORTH = 2.0
-"""The decoded store is used where preparing takes this many times as long as loading."""
 
 _OURS = str(Path(__file__).parents[1])
 
@@ -54,16 +49,12 @@ class SampleError(Exception):
 class Samples:
     """Makes samples; for one preprocessor.
 
-    ``load`` returns the data sets, when the first sample is wanted. With ``force_decoded`` the
-    decoded store is used even where it does not pay.
+    ``load`` returns the data sets, when the first sample is wanted.
 
     Attributes:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
-        audit: What tells whether that may be used.
-        version: Samples of another one do not go together with those made from now on: they are
-            of another chunk, or see `again`.
     """
 
     def __init__(
@@ -71,25 +62,17 @@ class Samples:
         load: Callable[[], Source],
         spec: PipelineSpec,
         decoded: DecodedSamples | None = None,
-        *,
-        force_decoded: bool = False,
     ) -> None:
         self._load = load
         self._spec = spec
         self._decoded = decoded
-        self._force_decoded = force_decoded
         self._source: Source | None = None
         self._around: Surroundings | None = None
-        self._splits: dict[str, SplitDataset | None] = {}
-        self.audit = Audit()
-        self.version = 0
         self._blocks: dict[tuple[str, int, int], Any] = {}  # by data set, epoch, begin
         self.begin()
 
     def begin(self) -> None:
         """Begins another chunk."""
-        self.version += 1
-        self._is_whole = self._is_wrong = False
         self.skipped: list[int] = []
         self.complaint: ChunkError | None = None
         self.num_loaded = 0
@@ -130,6 +113,23 @@ class Samples:
                 self._at(spec, key.epoch, None)
         raise AssertionError
 
+    def rows(self, key: ChunkKey, positions: range) -> list[torch.Tensor] | None:
+        """Returns the samples at these positions as rows of tensors.
+
+        None unless they are those of a ``TensorDataset`` or a ``Subset`` of one, as they are: that
+        draws nothing, and a sample alone takes ten times as long.
+        """
+        spec, source = self._spec.dataset(key.name), self._sources()
+        stages = source.stages[spec.name]
+        finishes = stages.finish is not None and spec.finish is None
+        if stages.in_parts or finishes or spec.collate is not None:
+            return None
+        places = (self._place(spec, key.epoch, position) for position in positions)
+        try:
+            return _rows(source.datasets[spec.name], [place % spec.length for place in places])
+        except Exception:
+            return None  # one by one, to see whose fault it is
+
     def lent(self) -> AbstractContextManager[None]:
         """Samples made within leave the process as it was: it is the user's."""
         self._sources()
@@ -153,24 +153,19 @@ class Samples:
         if not spec.shuffled or self._decoded is None:
             return None
         try:
+            source = self._sources()
             index = self._place(spec, key.epoch, 0) % spec.length
-            if (found := self._split(spec.name)) is None:
+            if not (stages := source.stages[spec.name]).in_parts:
                 return None
             self._at(spec, key.epoch, None)
-            prepare_s, prepared = _timed(lambda: found.prepared(index))
-            packed = b"".join(pack(prepared))
-            load_s, _ = _timed(lambda: unpack(memoryview(packed), copy=True))
+            return sum(map(len, pack(stages.prepared(source.datasets[spec.name], index))))
         except Exception:
             return None  # it is reported when the sample is wanted
-        worth = self._force_decoded or prepare_s > WORTH * load_s
-        return len(packed) if worth else None
 
     def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
         """The number of a sample in the order of an epoch, see `samplers`."""
         if not spec.has_order:
             return position
-        # A window of an endless stream has each sample once only if its order repeats.
-        epoch = 0 if self._spec.rolls(spec.name) else epoch
         block = spec.name, epoch, (begin := position - position % _BLOCK)
         if block not in self._blocks:
             with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
@@ -185,88 +180,33 @@ class Samples:
         draw = partial(epoch_order, source, spec, self._spec.seed, epoch)
         return source.orders[spec.name].read(epoch, begin, stop, draw)
 
-    def is_finished(self, name: str) -> bool:
-        """Returns whether trainers have nothing more to do with the samples of the chunk."""
-        return self._is_whole or self._spec.dataset(name).finish is None
-
-    def again(self, name: str, made: list[Any]) -> list[Any]:
-        """Returns what the first samples of a chunk are to be, as the last has shown.
-
-        None of them can be trusted if that was not what the decoded store gave; if it could not be
-        taken apart, it is finished, and they have to be too.
-        """
-        if self._is_wrong:
-            self.begin()
-            return []
-        packed = self._spec.dataset(name).finish
-        assert packed is not None
-        return [*map(packing.unpack(packed), made[:-1]), made[-1]]
-
     def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
-        source = self._sources()
-        dataset, finish = source.datasets[spec.name], source.stages[spec.name].finish
-        index = place % spec.length
         assert self._around is not None
+        stages = self._sources().stages[spec.name]
         seed = partial(self._around.begin, spec.name, epoch, place)
-        defers = not self.is_finished(spec.name)
-        found = self._split(spec.name)
-        if found is None:
+        sample = self._prepared(spec, stages, place % spec.length, seed, use_store)
+        if stages.in_parts:
             seed()
-            sample = dataset[index]
-            return sample if defers or finish is None else finish(sample)
-        whole = partial(found.whole, dataset, index, seed)
-        use_store = use_store and spec.name not in self.audit.mismatches
-        if use_store or defers:
-            num_loaded = self.num_loaded
-            try:
-                prepared = self._prepared(found, spec.name, index, seed, use_store)
-                seed()
-                augmented = found.augmented(prepared)
-                sample = augmented if defers else found.finished(augmented)
-            except AnotherWayError:
-                if defers:
-                    self._is_whole = True
-                    self.version += 1
-            else:
-                if self.num_loaded > num_loaded and self.audit.is_due(epoch, index):
-                    ours = found.finished(sample) if defers else sample
-                    if not self.audit.agrees(spec.name, index, ours, whole):
-                        self._is_wrong = True
-                        self.version += 1
-                return sample
-        return whole()
+            sample = called(stages.augment, sample)
+        return sample if spec.finish is not None else called(stages.finish, sample)
 
     def _prepared(
         self,
-        found: SplitDataset,
-        name: str,
+        spec: DatasetSpec,
+        stages: Stages,
         index: int,
         seed: Callable[[], None],
         use_store: bool,
     ) -> Any:
         store = self._decoded if use_store else None
-        copy = found.copies or found.augment is None  # or it would be the sample itself
-        loaded = store.get(name, index, copy=copy) if store is not None else None
-        if loaded is not None:
+        if store is not None and (loaded := store.get(spec.name, index)) is not None:
             self.num_loaded += 1
             return loaded[0]
-        generators = self._sources().generators
-        prepared, drew = watched(partial(found.prepared, index), seed, generators)
-        if drew:
-            raise AnotherWayError(
-                f"Sample {index} draws random numbers before the first random step of the "
-                "transform. SharedPipeline(..., split=False) takes no transform apart."
-            )
+        seed()
+        prepared = stages.prepared(self._sources().datasets[spec.name], index)
         if store is not None:
             store.put(index, pack(prepared))
         return prepared
-
-    def _split(self, name: str) -> SplitDataset | None:
-        if name not in self._splits:
-            source = self._sources()
-            cut = self._spec.dataset(name).cut
-            self._splits[name] = rebuilt(source.datasets[name], source.stages[name], cut)
-        return self._splits[name]
 
     def _sources(self) -> Source:
         if self._source is None:
@@ -310,6 +250,17 @@ def reported(what: str) -> Iterator[None]:
         raise _error(what, error) from error
 
 
+def _rows(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
+    # Exact classes: a subclass may do what it likes.
+    if type(dataset) is Subset:
+        return _rows(dataset.dataset, [dataset.indices[index] for index in indices])
+    if type(dataset) is not TensorDataset:
+        return None
+    if not all(type(each) is torch.Tensor for each in dataset.tensors):
+        return None
+    return [each[indices] for each in dataset.tensors]
+
+
 def _error(what: str, error: BaseException) -> SampleError:
     try:
         text = str(error)
@@ -328,13 +279,3 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
         frames = frames.tb_next
     return frames or first
-
-
-def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """The shorter of two times in seconds, and the result."""
-    times = []
-    for _ in range(2):
-        began = time.perf_counter()
-        result = action()
-        times.append(time.perf_counter() - began)
-    return min(times), result

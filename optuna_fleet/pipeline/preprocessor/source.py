@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor.order import Generator
 from optuna_fleet.pipeline.preprocessor.order_file import OrderFile
-from optuna_fleet.pipeline.preprocessor.splitting import Stages
+
+Function = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What the user gave for one data set.
+
+    Attributes:
+        prepare: Deterministic, on ``dataset[index]``; what it gives is kept.
+        augment: Random, on what ``prepare`` gave (on ``dataset[index]`` without it, which must
+            then be the same at every call). Draws from the generators as they are.
+        finish: Deterministic and elementwise, on the whole sample, or on the whole collated
+            batch: both must give the same.
+    """
+
+    prepare: Function | None = None
+    augment: Function | None = None
+    finish: Function | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the user says what is the same in every epoch."""
+        return self.prepare is not None or self.augment is not None
+
+    def prepared(self, dataset: Any, index: int) -> Any:
+        """Returns the beginning of a sample: if it is `in_parts`, the same in every epoch."""
+        return called(self.prepare, dataset[index])
+
+
+def called(function: Function | None, value: Any) -> Any:
+    """Returns what a function makes of a value; the value itself without one."""
+    return value if function is None else function(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

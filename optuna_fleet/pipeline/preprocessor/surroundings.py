@@ -8,7 +8,6 @@ from typing import Any
 
 from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_order, seed_sample
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.transform_split import parts_of
 from optuna_fleet.pipeline.spec import PipelineSpec
 
 
@@ -62,6 +61,11 @@ class Surroundings:
 
 def _within(dataset: Any) -> Iterator[Any]:
     """The data set, and those it is made of by torch's classes."""
+    from torch.utils.data import ConcatDataset, Subset
+
     yield dataset
-    for each in parts_of(dataset) or ():
-        yield from _within(each)
+    if type(dataset) is Subset:
+        yield from _within(dataset.dataset)
+    elif type(dataset) is ConcatDataset:
+        for each in dataset.datasets:
+            yield from _within(each)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.pipeline.chunks.view import Part, cut_alike
-from optuna_fleet.pipeline.reader.plan import ReadPlan, Span
+from optuna_fleet.pipeline.chunks.view import Part, cut_batch
+from optuna_fleet.pipeline.reader.plan import ReadPlan
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
@@ -25,13 +25,11 @@ class Batch:
             a dummy of one sample, where that was asked for).
         local_size: Samples in this rank's share.
         global_size: Samples in the whole batch, over all ranks.
-        is_finished: There is nothing left to do of the preprocessing.
     """
 
     data: Any
     local_size: int
     global_size: int
-    is_finished: bool = False
 
 
 def read_batches(client: PipelineClient, plan: ReadPlan) -> Iterator[Batch]:
@@ -39,113 +37,49 @@ def read_batches(client: PipelineClient, plan: ReadPlan) -> Iterator[Batch]:
     if plan.first_step >= plan.num_steps:
         return
     collate = client.collate_fn(plan.name)
-    finish = client.finisher(plan.name)
-    if plan.origin is None:
-        epoch, origin = client.head(plan.name)
-        plan = replace(plan, epoch=epoch, origin=origin)
     reading = _Reading(client, plan)
     try:
         for step in range(plan.first_step, plan.num_steps):
             parts = reading.parts(step)
-            data, is_finished = None, True
-            if parts:
-                # The loop's variables outlive the pass: all of the chunk would be copied.
-                is_last = step + 1 == plan.num_steps
-                data, is_finished = cut_alike(parts, collate, finish, copies=is_last)
+            # The loop's variables outlive the pass: all of the chunk would be copied.
+            is_last = step + 1 == plan.num_steps
+            data = cut_batch(parts, collate, copies=is_last) if parts else None
             del parts  # or they would outlive their release, for as long as the user computes
             local_size = plan.local_size(step)
             reading.consumed += local_size
-            yield Batch(
-                data=data,
-                local_size=local_size,
-                global_size=plan.size(step),
-                is_finished=is_finished,
-            )
+            yield Batch(data=data, local_size=local_size, global_size=plan.size(step))
     finally:
         reading.close()
 
 
 class _Reading:
-    """A pass from its first step to its last, through one epoch or two.
+    """A pass from its first step to its last.
+
+    Keeps the chunks of the current step, asks for those of the next, gives back the rest as soon
+    as the user has no view of them, or a few steps later.
 
     Attributes:
         consumed: Samples that were read and not yet reported.
     """
 
     def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
-        self._client = client
-        self._plan = plan
-        self._spans = plan.spans
-        self._open: dict[Span, _SpanReader] = {}
         self.consumed = 0
-
-    def parts(self, step: int) -> list[Part]:
-        """Returns the pieces of chunks that make up this rank's share of a step."""
-        start, stop = self._plan.positions(step)
-        # Not earlier: the parts of the last step were still to be read.
-        self._close([span for span in self._open if start + span.shift >= span.last])
-        parts: list[Part] = []
-        for span in self._spans:
-            first, last = span.positions(start, stop)
-            if first < last:
-                if span not in self._open:
-                    continues = self._plan.continues or span != self._spans[-1]
-                    reader = _SpanReader(
-                        *(self._client, self._plan, span, step),
-                        continues=continues,
-                        consumed=self._take_consumed,
-                    )
-                    self._open[span] = reader
-                parts += self._open[span].parts(step, first, last)
-        return parts
-
-    def close(self) -> None:
-        """Ends what is open and reports it."""
-        self._close(list(self._open))
-
-    def _close(self, spans: list[Span]) -> None:
-        for span in spans:
-            self._open.pop(span).close()
-
-    def _take_consumed(self) -> int:
-        consumed, self.consumed = self.consumed, 0
-        return consumed
-
-
-class _SpanReader:
-    """The steps of a pass through one epoch.
-
-    Keeps the chunks of the current step, asks for those of the next, gives back the rest as soon
-    as the user has no view of them, or a few steps later.
-    """
-
-    def __init__(
-        self,
-        client: PipelineClient,
-        plan: ReadPlan,
-        span: Span,
-        step: int,
-        *,
-        continues: bool,
-        consumed: Callable[[], int],
-    ) -> None:
-        self._consumed = consumed  # since it was last asked
         self._client = client
         self._plan = plan
-        self._span = span
         self._waited_s = client.waited_s
-        start, _ = span.positions(step * plan.batch_size, plan.num_samples)
-        self._opened = client.open_pass(plan.name, span.epoch, start, continues=continues)
+        start = plan.first_step * plan.batch_size
+        self._opened = client.open_pass(plan.name, plan.epoch, start, continues=plan.continues)
         self._asked: set[int] = set()
         self._needed = range(0)
         self._over: dict[int, int] = {}  # chunks that were needed, and for how many steps not
         self._cursor = 0
         self._looked = -1
-        self._read_to = 0
 
-    def parts(self, step: int, start: int, stop: int) -> list[Part]:
-        """Returns the pieces of chunks that are samples [start, stop) of the epoch, in a step."""
-        self._read_to = stop
+    def parts(self, step: int) -> list[Part]:
+        """Returns the pieces of chunks that make up this rank's share of a step."""
+        start, stop = self._plan.positions(step)
+        if start == stop:
+            return []
         needed = self._chunks(start, stop)
         if self._over or needed != self._needed:  # else nothing changes
             self._needed = needed
@@ -162,11 +96,12 @@ class _SpanReader:
 
     def close(self) -> None:
         """Ends the pass and reports it."""
-        self._opened.close(
-            num_consumed=self._consumed(),
-            waited_s=self._client.waited_s - self._waited_s,
-            end=-(-self._read_to // self._opened.chunk_size),
-        )
+        waited_s = self._client.waited_s - self._waited_s
+        self._opened.close(num_consumed=self._take_consumed(), waited_s=waited_s)
+
+    def _take_consumed(self) -> int:
+        consumed, self.consumed = self.consumed, 0
+        return consumed
 
     def _chunks(self, start: int, stop: int) -> range:
         size = self._opened.chunk_size
@@ -175,14 +110,14 @@ class _SpanReader:
     def _next_chunks(self, step: int, needed: range) -> list[int]:
         """The chunks that later steps need first: asked for ahead of time."""
         found: list[int] = []
-        last = needed[-1] if needed else self._looked
+        last = needed[-1]
         if last == self._looked or any(chunk > last for chunk in self._asked):
             return found
         self._looked = last
         for later in range(step + 1, self._plan.num_steps):
-            start, stop = self._span.positions(*self._plan.positions(later))
-            if start >= self._span.last or len(found) >= self._opened.num_ahead:
+            if len(found) >= self._opened.num_ahead:
                 break
+            start, stop = self._plan.positions(later)
             for chunk in self._chunks(start, stop):
                 if chunk > last:
                     found.append(chunk)
@@ -192,7 +127,7 @@ class _SpanReader:
     def _advance(self, needed: range, ahead: list[int]) -> None:
         """Tells the agent what changed, if anything did."""
         missing = [chunk for chunk in needed if not self._has_arrived(chunk)]
-        cursor = needed[0] if needed else self._cursor
+        cursor = needed[0]
         released = self._let_go(cursor)
         if not missing and not ahead and not released and cursor == self._cursor:
             return
@@ -203,7 +138,7 @@ class _SpanReader:
             needed=missing,
             ahead=ahead,
             released=released,
-            num_consumed=self._consumed(),
+            num_consumed=self._take_consumed(),
         )
 
     def _has_arrived(self, chunk: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from optuna_fleet.exceptions import FleetError
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.messages import ArenaOpened, FindHead, HeadFound, OpenPass
+from optuna_fleet.pipeline.messages import ArenaOpened, OpenPass
 from optuna_fleet.pipeline.reader.batches import Batch, read_batches
 from optuna_fleet.pipeline.reader.mapping import Mapping
 from optuna_fleet.pipeline.reader.opened import FromAgent, OpenedPass, agent_gone
@@ -40,7 +40,6 @@ class PipelineClient:
         self.spec = spec
         self._numbers = count(1)
         self._passes: dict[int, OpenedPass] = {}
-        self._head: HeadFound | None = None
         self._mapping: Mapping | None = None
         self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
         self.waited_s = 0.0
@@ -54,22 +53,6 @@ class PipelineClient:
     def read(self, name: str, **arguments: Any) -> Batches[Batch]:
         """Returns one epoch of a data set in batches; the arguments are those of `ReadPlan`."""
         return Batches(planned(self.spec, name, **arguments), partial(read_batches, self))
-
-    def rolls(self, name: str) -> bool:
-        """Returns whether a pass over a data set begins at its `head`.
-
-        Raises:
-            FleetConfigError: There is no data set of that name.
-        """
-        return self.spec.rolls(name)
-
-    def head(self, name: str) -> tuple[int, int]:
-        """Returns the epoch and the sample in it up to which a data set has been read."""
-        number = next(self._numbers)
-        self.send(FindHead(pass_id=number, name=name))
-        self.wait_until(lambda: self._head is not None and self._head.pass_id == number)
-        assert self._head is not None
-        return self._head.epoch, self._head.start
 
     def finisher(self, name: str) -> Callable[[Any], Any] | None:
         """Returns what is left to do with each batch where the trial computes; None if nothing."""
@@ -171,12 +154,9 @@ class PipelineClient:
             message = wire.receive(self._sock, flags | socket.MSG_PEEK)
         except EOFError:
             raise agent_gone() from None
-        if isinstance(message, HeadFound):
-            self._head = message
-        else:
-            assert isinstance(message, FromAgent)
-            if (opened := self._passes.get(message.pass_id)) is not None:
-                opened.hear(message)
+        assert isinstance(message, FromAgent)
+        if (opened := self._passes.get(message.pass_id)) is not None:
+            opened.hear(message)
         self._sock.recv(1)
 
     def _open_arena(self) -> None:

@@ -27,10 +27,6 @@ class InlineClient:
         self._collates = collates
         self._samples = Samples(lambda: source, spec)
 
-    def rolls(self, name: str) -> bool:
-        """Whether passes begin where others are: here there are no others."""
-        return False
-
     def finisher(self, name: str) -> None:
         """Samples are finished."""
 
@@ -53,7 +49,6 @@ class InlineClient:
             data=cut_batch([(view, 0, len(made))], collate),
             local_size=plan.local_size(step),
             global_size=plan.size(step),
-            is_finished=True,
         )
 
     def _sample(self, plan: ReadPlan, position: int) -> Any:

@@ -103,7 +103,7 @@ class OpenedPass:
             gone.append(chunk)
         return gone
 
-    def close(self, *, num_consumed: int = 0, waited_s: float = 0.0, end: int = 0) -> None:
+    def close(self, *, num_consumed: int = 0, waited_s: float = 0.0) -> None:
         """Ends it, at its end or before; the agent may drop its chunks. See `ClosePass`."""
         # A generator can be collected in a process that the user's code forked, whose loop goes on
         # in the parent; or when the agent is gone.
@@ -112,9 +112,7 @@ class OpenedPass:
         self.let_go(list(self._chunks), patient=False)
         self.is_open = False
         self._client.forget(self._number)
-        closing = ClosePass(
-            pass_id=self._number, num_consumed=num_consumed, waited_s=waited_s, end=end
-        )
+        closing = ClosePass(pass_id=self._number, num_consumed=num_consumed, waited_s=waited_s)
         with suppress(PipelineLostError):
             self._client.send(closing)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
@@ -24,22 +24,6 @@ def shard(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + share + (rank < extra)
 
 
-class Span(NamedTuple):
-    """The part of a pass that lies in one epoch of a data set: its samples [first, last).
-
-    Sample ``i`` of the pass is sample ``i + shift`` of that epoch.
-    """
-
-    epoch: int
-    first: int
-    last: int
-    shift: int
-
-    def positions(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns which samples of the epoch are among samples [start, stop) of the pass."""
-        return max(start + self.shift, self.first), min(stop + self.shift, self.last)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
     """How to read one epoch of a data set in batches, or one rank's shard of each of them.
@@ -56,8 +40,6 @@ class ReadPlan:
             ``local_size`` is 0 all the same.
         first_step: Batches to skip, for a trial that resumes within an epoch.
         continues: The next epoch will be read too: its beginning is preprocessed in good time.
-        origin: The sample of the epoch to begin with; the pass goes on into the next epoch until
-            it has had all. None for where the `head` of the data set is when it begins.
     """
 
     name: str
@@ -70,14 +52,6 @@ class ReadPlan:
     dummy: bool = False
     first_step: int = 0
     continues: bool = False
-    origin: int | None = 0
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The epochs that the pass reads: one, or the end of one and the beginning of the next."""
-        origin, length = self.origin or 0, self.num_samples
-        tail = Span(self.epoch, origin, length, origin)
-        return (tail, Span(self.epoch + 1, 0, origin, origin - length)) if origin else (tail,)
 
     @property
     def num_steps(self) -> int:

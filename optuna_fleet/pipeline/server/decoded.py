@@ -32,14 +32,12 @@ class _Kept:
         missing: Samples that are not there.
         kept_bytes: What those take that are.
         each_bytes: What one may take; 0 if none are kept.
-        is_stopped: None will be kept or read any more.
     """
 
     first: int
     missing: int
     kept_bytes: int = 0
     each_bytes: int = 0
-    is_stopped: bool = False
 
 
 class DecodedStore:
@@ -73,19 +71,12 @@ class DecodedStore:
         return min(self._max_bytes, max(wanted, self.used_bytes))
 
     def serve(self, name: str, prepared_bytes: int) -> None:
-        """Begins to keep samples of about this size of a data set, if it was not stopped."""
+        """Begins to keep samples of about this size of a data set."""
         self._kept[name].each_bytes = prepared_bytes + SPARE_BYTES
 
     def serves(self, name: str) -> bool:
         """Returns whether samples of this data set are kept."""
-        return self._kept[name].each_bytes > 0 and not self._kept[name].is_stopped
-
-    def stop(self, name: str) -> None:
-        """No more samples of a data set are kept or read.
-
-        What it has stays taken: orders under way may still read it.
-        """
-        self._kept[name].is_stopped = True
+        return self._kept[name].each_bytes > 0
 
     def fitting_share(self, name: str) -> float:
         """Returns about which part of a data set's samples is kept, or will be with what is left.

@@ -14,7 +14,7 @@ from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, count_chunks
 
 @dataclass(slots=True, kw_only=True)
 class Size:
-    """How a data set is cut into chunks, in the epochs that begin from now on.
+    """How a data set is cut into chunks.
 
     Attributes:
         num_samples: Its length.

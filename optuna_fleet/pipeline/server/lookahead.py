@@ -14,8 +14,7 @@ _SLACK = 64
 class Lookahead:
     """Finds it without looking at the chunks that are there: each pass has a frontier.
 
-    So many chunks ahead of each open pass are its ``window``; ``sizes`` tell how epochs are cut of
-    which nothing is known.
+    So many chunks ahead of each open pass are its ``window``; ``sizes`` say how data sets are cut.
 
     Attributes:
         passes: Those that are open.
@@ -107,9 +106,8 @@ class Lookahead:
         for record in [*self._finishing]:
             name, number, owner = record.epoch.named
             following = self._epochs.get(EpochKey(name, number + 1, owner))
-            size = self._sizes[name] if following is None else following.size
             beyond = record.cursor + self._window - record.epoch.num_chunks
-            beyond = min(beyond, size.num_chunks)
+            beyond = min(beyond, self._sizes[name].num_chunks)
             chunk = record.next_frontier
             while chunk < beyond and following is not None and following.is_known(chunk):
                 chunk += 1

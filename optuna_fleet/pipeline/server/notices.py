@@ -44,16 +44,13 @@ class Notices:
         """A chunk was made that had been made before."""
         each_s = self._each_s(name)
         dataset = self._spec.dataset(name)
-        less = ""
-        if dataset.shuffled and not self._spec.rolls(name):
-            less = "; order='rolling' would spare trials in unlike epochs most of it"
         self._once(
             ("repeated", name),
             f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
             f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
             f"{1e3 * each_s:.3g} ms of a core per sample, up to "
             f"{each_s * dataset.num_samples:.3g} s per epoch for each group of trials of a like "
-            f"pace. A larger memory_bytes or a spill_dir would avoid that{less}.",
+            "pace. A larger memory_bytes or a spill_dir would avoid that.",
         )
 
     def decoded_full(self, name: str, share: float) -> None:
@@ -69,17 +66,6 @@ class Notices:
             f"decoded in every epoch, at up to {1e3 * each_s:.3g} ms of a core each, "
             f"{each_s * others:.3g} s per epoch. A larger decoded_bytes, or memory_bytes, of "
             "which it is a part, would avoid that.",
-        )
-
-    def mismatch(self, name: str, index: int) -> None:
-        """A sample did not come out of the decoded store as the data set makes it."""
-        self._once(
-            ("unseeded", name),  # most often of the same cause: told of in one way or the other
-            f"Sample {index} of data set {name!r}, made again, is not what the decoded store "
-            "gave: it depends on something that the pipeline can't see, as a generator or a "
-            "parameter that is a global variable, which was frozen until now. From now on nothing "
-            "of this data set is taken from there. Seed such a generator in __getitem__, from "
-            "torch.initial_seed(), or give SharedPipeline(..., split=False) to begin with.",
         )
 
     def unseeded(self, name: str) -> None:

@@ -90,14 +90,13 @@ class Production:
             self._space,
             window=2 * (setup.num_alone or setup.num_preprocessors) + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
-            rolling=spec.order == "rolling",
         )
         self._indices = {dataset.name: dataset.length for dataset in spec.datasets}
         self._decoded = DecodedStore(self._indices, budgets.decoded_bytes, self._space.decoded)
         self._recurring: set[str] = set()
         self.sizing = Sizing(spec, self.store, budgets.chunk_bytes, peers)
-        # By data set, epoch and chunk size, which chunks were made: there may be many.
-        self._made: dict[tuple[str, int, int], bytearray] = {}
+        # By data set and epoch, which chunks were made: there may be many.
+        self._made: dict[tuple[str, int], bytearray] = {}
         self._clock = clock
         self._on_idle = on_idle
         self._close_in_child = close_in_child
@@ -174,9 +173,9 @@ class Production:
 
     def _give(self, order: Order) -> None:
         key, address, max_bytes = order
-        size, source = self.store.size(*key.of_epoch).chunk_size, self._source(key)
+        size, source = self.store.size(key.name).chunk_size, self._source(key)
         extents: list[Extent] = []
-        if split := source is None and self._decoded.serves(key.name):
+        if uses_store := source is None and self._decoded.serves(key.name):
             extents = self._decoded.lend(key, key.name, size)
             self._share_memory()  # it may take more than was foreseen, where samples are unlike
         work = ProduceChunk(
@@ -184,7 +183,7 @@ class Production:
             chunk_size=size,
             address=address,
             max_bytes=max_bytes,
-            split=split,
+            uses_store=uses_store,
             extents=tuple(extents),
             source=source,
         )
@@ -308,14 +307,10 @@ class Production:
         counts.num_loaded += message.num_loaded
         self.notices.count(key.name, message.num_samples, message.busy_s)
         self._note_repetition(message)
-        self.sizing.made(message)
         if message.complaint is not None:
             counts.num_skipped += len(message.skipped)
             self.notices.skipped(key.name, message.skipped, message.complaint)
         self._decoded.publish(key, key.name, message.stored)
-        if message.mismatch is not None:
-            self._decoded.stop(key.name)
-            self.notices.mismatch(key.name, message.mismatch)
         is_whole = message.num_loaded + len(message.stored) >= message.num_samples
         if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
             self.notices.decoded_full(key.name, self._decoded.fitting_share(key.name))
@@ -327,21 +322,17 @@ class Production:
     def _fetched(self, message: ChunkFetched) -> None:
         key, counts = message.key, self.counts
         self._fetching.settle(key)
-        size = self.store.size(*key.of_epoch).chunk_size
+        size = self.store.size(key.name).chunk_size
         num_samples = self._setup.spec.dataset(key.name).num_samples
         counts.num_received += min(size, num_samples - key.chunk * size)
-        counts.received_bytes += message.nbytes
-        counts.link_bytes_per_s = max(counts.link_bytes_per_s, message.nbytes / message.seconds)
         self.store.produced(key, message.nbytes)
 
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
         if key.owner is not None:
             return  # each of its passes is
-        size = self.store.size(*key.of_epoch)
-        made = self._made.setdefault(
-            (key.name, key.epoch, size.chunk_size), bytearray(size.num_chunks)
-        )
+        num_chunks = self.store.size(key.name).num_chunks
+        made = self._made.setdefault((key.name, key.epoch), bytearray(num_chunks))
         again, made[key.chunk] = made[key.chunk], True
         if again:
             self.counts.repeated += message.num_samples

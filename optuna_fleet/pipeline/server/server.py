@@ -13,8 +13,6 @@ from optuna_fleet.pipeline.messages import (
     Advance,
     ArenaOpened,
     ClosePass,
-    FindHead,
-    HeadFound,
     OpenPass,
     PassId,
     PassOpened,
@@ -94,10 +92,9 @@ class PipelineServer:
         return any(known)
 
     def kill_stuck(self, limit_s: float) -> None:
-        """Ends preprocessors that have worked on one chunk for so many seconds.
+        """Ends preprocessors that have worked on one sample for so many seconds.
 
-        A chunk takes a fraction of a second, unless a sample does; three that got stuck in it make
-        it an error.
+        Three that got stuck in a chunk make it an error.
         """
         for pool in self._production.pools:
             pool.kill_stuck(limit_s)
@@ -159,15 +156,11 @@ class PipelineServer:
                 self._advance((reader_id, message.pass_id), message)
             case OpenPass():
                 self._open((reader_id, message.pass_id), message)
-            case FindHead():
-                epoch, start = self._store.head(message.name)
-                found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=start)
-                self._readers[reader_id].send(found)
             case ClosePass():
                 counts = self._production.counts
                 counts.consumed += message.num_consumed
                 counts.waited_s += message.waited_s
-                self._end_pass((reader_id, message.pass_id), message.end)
+                self._end_pass((reader_id, message.pass_id))
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
         self._work()
@@ -191,7 +184,7 @@ class PipelineServer:
             return
         self._unopened.pop(pass_id, None)
         owner = None if self._shares else message.run_id
-        size = self._store.size(message.name, message.epoch, owner)
+        size = self._store.size(message.name)
         self._store.open_pass(
             pass_id,
             message.name,
@@ -217,7 +210,7 @@ class PipelineServer:
         for chunk in message.ahead:
             self._store.request(pass_id, chunk, urgent=False)
 
-    def _end_pass(self, pass_id: PassId, end: int = 0) -> None:
+    def _end_pass(self, pass_id: PassId) -> None:
         self._unopened.pop(pass_id, None)
         if pass_id in self._store.passes:
-            self._store.close_pass(pass_id, end)
+            self._store.close_pass(pass_id)

@@ -1,13 +1,12 @@
-"""How data sets are cut into chunks: by a few samples, and otherwise if those prove to be odd."""
+"""How data sets are cut into chunks: by the bytes of a few samples."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.exchange.peers import Peers
-from optuna_fleet.pipeline.messages import ChunkProduced, MeasureSample, SampleMeasured
+from optuna_fleet.pipeline.messages import MeasureSample, SampleMeasured
 from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
 from optuna_fleet.pipeline.spec import (
     MIN_CHUNK_SAMPLES,
@@ -20,14 +19,9 @@ from optuna_fleet.pipeline.spec import (
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
 
-CHANGED = 4
-"""A data set whose samples take so many times less than at first is cut otherwise from now on."""
-
 
 class Sizing:
     """Has data sets measured, and tells the store how to cut them, in chunks of ``chunk_bytes``.
-
-    Where nodes share chunks, their size does not change any more.
 
     Attributes:
         found: By data set, what its first samples told.
@@ -67,9 +61,20 @@ class Sizing:
 
     def measured(self, message: SampleMeasured) -> None:
         """Samples of a data set tell how to cut it."""
-        self._flying.discard(message.key.name)
-        self.found[message.key.name] = message
-        self._cut(message.key.name)
+        name = message.key.name
+        self._flying.discard(name)
+        self.found[name] = message
+        dataset = self._spec.dataset(name)
+        size = message.chunk_size or choose_chunk_size(
+            num_samples=dataset.num_samples,
+            sample_bytes=message.sample_bytes,
+            chunk_bytes=self._chunk_bytes,
+            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
+        )
+        content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
+        self._store.set_size(
+            name, num_samples=dataset.num_samples, chunk_size=size, chunk_bytes=content
+        )
 
     def lost(self, key: ChunkKey) -> SampleMeasured | None:
         """Somebody died over the order; returns a guess if that was once too often."""
@@ -85,26 +90,3 @@ class Sizing:
     def is_measuring(self, name: str) -> bool:
         """Returns whether a data set is being measured."""
         return name in self._flying
-
-    def made(self, message: ChunkProduced) -> None:
-        """The samples that told how long one takes may have been slow, as a disk was asleep."""
-        if self._peers is not None or message.num_made < message.num_samples // 2:
-            return
-        name, sample_s = message.key.name, message.busy_s / max(1, message.num_made)
-        if self.found[name].sample_s > CHANGED * sample_s:
-            self.found[name] = replace(self.found[name], sample_s=sample_s)
-            self._cut(name)
-
-    def _cut(self, name: str) -> None:
-        found, dataset = self.found[name], self._spec.dataset(name)
-        size = found.chunk_size or choose_chunk_size(
-            num_samples=dataset.num_samples,
-            sample_bytes=found.sample_bytes,
-            chunk_bytes=self._chunk_bytes,
-            sample_s=found.sample_s,
-            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
-        )
-        content = size * found.sample_bytes + found.header_bytes + HEADER_SPARE_BYTES
-        self._store.set_size(
-            name, num_samples=dataset.num_samples, chunk_size=size, chunk_bytes=content
-        )

@@ -33,9 +33,6 @@ from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 MAX_DEATHS = 3
 """A chunk over which this many preprocessors died is an error for those who asked for it."""
 
-_LATEST = 1 << 62
-"""Later than any epoch."""
-
 
 class ChunkStore:
     """Decides which chunks are produced, kept and dropped.
@@ -44,8 +41,6 @@ class ChunkStore:
         space: Where chunks lie.
         window: Chunks ahead of each open pass that are produced before they are asked for.
         fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
-        rolling: A pass begins where others are, not at the beginning of an epoch: then the oldest
-            epochs are given up first, otherwise the latest, as every new trial starts at epoch 0.
 
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
@@ -53,21 +48,17 @@ class ChunkStore:
         residents: The chunks that are there.
     """
 
-    def __init__(
-        self, space: Space, *, window: int, fixed: Iterable[str] = (), rolling: bool = False
-    ) -> None:
+    def __init__(self, space: Space, *, window: int, fixed: Iterable[str] = ()) -> None:
         self.outbox: deque[tuple[Hashable, object]] = deque()
         self._space = space
         self._window = window
         self._fixed = frozenset(fixed)
-        self._rolling = rolling
         self._sizes: dict[str, Size] = {}
         self._epochs: dict[EpochKey, Epoch] = {}
         self.passes: dict[PassId, Pass] = {}
         self._num_opened = 0
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
         self._stalled: set[Pass] = set()
-        self._heads: dict[str, int] = {}
         self._urgent: OrderedDict[ChunkKey, None] = OrderedDict()
         self._eager: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lookahead = Lookahead(window, self._epochs, self._sizes)
@@ -90,21 +81,14 @@ class ChunkStore:
     # Passes
 
     def set_size(self, name: str, *, num_samples: int, chunk_size: int, chunk_bytes: int) -> None:
-        """Tells how epochs of a data set are cut from now on, and the bytes expected of a chunk.
-
-        Epochs of which something is known stay as they are.
-        """
-        known = self._sizes.get(name)
-        if known is not None:
-            chunk_bytes = max(chunk_bytes, known.chunk_bytes * chunk_size // known.chunk_size)
+        """Tells how epochs of a data set are cut, once, and the bytes expected of a chunk."""
         self._sizes[name] = Size(
             num_samples=num_samples, chunk_size=chunk_size, chunk_bytes=chunk_bytes
         )
 
-    def size(self, name: str, epoch: int, owner: int | None = None) -> Size:
-        """Returns how an epoch is cut into chunks; `set_size` must have told."""
-        known = self._epochs.get(EpochKey(name, epoch, owner))
-        return self._sizes[name] if known is None else known.size
+    def size(self, name: str) -> Size:
+        """Returns how a data set is cut into chunks; `set_size` must have told."""
+        return self._sizes[name]
 
     def num_producing(self, owner: int) -> int:
         """How many chunks are being made for one owner alone."""
@@ -145,7 +129,6 @@ class ChunkStore:
         record.epoch.move(record, cursor)
         self.residents.update(record.epoch)
         self._lookahead.update(record)
-        self._reached(record.epoch, cursor)
 
     def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
@@ -176,14 +159,10 @@ class ChunkStore:
         if not record.held:
             self._holding.pop(record, None)
 
-    def close_pass(self, pass_id: PassId, end: int = 0) -> None:
-        """Ends the pass, or its reader died: everything it held or wanted is let go.
-
-        The next chunk that it would have read is ``end``, if that is known.
-        """
+    def close_pass(self, pass_id: PassId) -> None:
+        """Ends the pass, or its reader died: everything it held or wanted is let go."""
         record = self.passes.pop(pass_id)
         epoch = record.epoch
-        self._reached(epoch, end)
         for chunk in record.wanted:
             waiting = epoch.waiting[chunk]
             del waiting[record]
@@ -201,19 +180,6 @@ class ChunkStore:
         if epoch.owner is not None and not epoch.passes:
             self.residents.drop_idle(epoch)
         self.residents.forget(epoch)
-
-    def head(self, name: str) -> tuple[int, int]:
-        """Returns the epoch and the sample up to which passes have come: it never goes back."""
-        if name not in self._sizes:
-            return 0, 0
-        return divmod(self._heads.get(name, 0), self._sizes[name].num_samples)
-
-    def _reached(self, epoch: Epoch, chunk: int) -> None:
-        if 0 < chunk <= epoch.num_chunks:
-            size = epoch.size
-            sample = min(chunk * size.chunk_size, size.num_samples)
-            place = epoch.number * size.num_samples + sample
-            self._heads[epoch.name] = max(self._heads.get(epoch.name, 0), place)
 
     # Production
 
@@ -320,8 +286,8 @@ class ChunkStore:
         found = self._epochs.get(key)
         if found is None:
             name, number, owner = key
-            rank = _LATEST - number if self._rolling else number
-            rank = -1 if name in self._fixed else rank
+            # The latest are given up first, as every new trial starts at epoch 0.
+            rank = -1 if name in self._fixed else number
             ranks = rank, name, number, -1 if owner is None else owner
             found = self._epochs[key] = Epoch(name, number, owner, ranks, self._sizes[name])
         return found
@@ -358,7 +324,7 @@ class ChunkStore:
 
     def order_bytes(self, key: ChunkKey) -> int:
         """Returns the bytes to leave for a chunk."""
-        return pages(self.size(*key.of_epoch).chunk_bytes)
+        return pages(self.size(key.name).chunk_bytes)
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
         epoch = self._epoch(key.of_epoch)

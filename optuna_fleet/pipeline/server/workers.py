@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from optuna_fleet.pipeline.messages import MeasureSample, ProduceChunk
+from optuna_fleet.pipeline.messages import AtWork, MeasureSample, ProduceChunk
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.wire import Port
 
@@ -32,7 +32,7 @@ class _Worker:
     pid: int
     channel: Port
     key: ChunkKey | None = None
-    since: float = 0.0  # when it got the key, or was done with the last one
+    since: float = 0.0  # when it got the key, was done with the last one, or said that it works
     is_fresh: bool = True
     is_cut_off: bool = False
 
@@ -131,7 +131,7 @@ class PreprocessorPool:
             self._ending.add(worker.pid)
 
     def kill_stuck(self, limit_s: float) -> None:
-        """Kills those who have worked on one chunk for so long; others try it again."""
+        """Kills those who have worked on one sample for so long; others try it again."""
 
         def is_stuck(worker: _Worker) -> bool:
             return worker.key is not None and self._clock() - worker.since >= limit_s
@@ -194,6 +194,9 @@ class PreprocessorPool:
         self._num_fresh += 1
 
     def _received(self, worker: _Worker, message: object) -> None:
+        if isinstance(message, AtWork):
+            worker.since = self._clock()
+            return
         try:
             self._on_message(message)
         except Exception:

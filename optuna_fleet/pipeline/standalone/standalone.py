@@ -38,7 +38,7 @@ _SERVER = "optuna_fleet.pipeline.standalone.main"
 class ServerConfig:
     """All that the server process needs to know to start; the descriptors are inherited.
 
-    A preprocessor that works on one chunk for `stuck_s` seconds is killed.
+    A preprocessor that works on one sample for `stuck_s` seconds is killed.
     """
 
     setup: PipelineSetup
@@ -124,14 +124,12 @@ class PipelineReader:
 
         Args:
             name: The data set.
-            epoch: From 0. A data set that is not shuffled is the same in all of them, and with
-                order="rolling" it is whatever the others read.
+            epoch: From 0. A data set that is not shuffled is the same in all of them.
             batch_size: Samples per batch, over all ranks.
             rank: Whose share of each batch to read, for data-parallel training.
             world_size: Number of ranks that share each batch.
             drop_last: Leave out the last batch if it is smaller than the others.
-            first_step: Batches to skip, to go on in the middle of an epoch. With order="rolling"
-                there are neither ranks nor later beginnings.
+            first_step: Batches to skip, to go on in the middle of an epoch.
             continues: The next epoch will be read too: its beginning is preprocessed in good time.
 
         Raises:
@@ -141,17 +139,8 @@ class PipelineReader:
             FleetError: While iterating: the pipeline is gone.
         """
         self._check()
-        spec = self._client.spec
-        rolls = spec.rolls(name)
-        if rolls and (world_size > 1 or first_step):
-            raise FleetConfigError(
-                f"batches() was given world_size={world_size} and first_step={first_step}, but "
-                "with order='rolling' each reader begins where it finds the stream: ranks of one "
-                "trial would read different batches, and an epoch that was left can't be "
-                "continued. Use order='canonical' for these without an executor."
-            )
         plan = planned(
-            spec,
+            self._client.spec,
             name,
             epoch=epoch,
             batch_size=batch_size,
@@ -160,7 +149,6 @@ class PipelineReader:
             drop_last=drop_last,
             first_step=first_step,
             continues=continues,
-            origin=None if rolls else 0,
         )
         _check_shares(plan)
         return Batches(plan, self.iterate)

@@ -73,7 +73,7 @@ def _arrived(
 
 
 def _finished(batch: Batch, data: Any, finish: Finish | None) -> Any:
-    return data if finish is None or batch.is_finished else finish(data)
+    return data if finish is None else finish(data)
 
 
 class CudaCopies:

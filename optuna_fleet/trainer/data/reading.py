@@ -12,7 +12,6 @@ from typing import Any
 from optuna_fleet.arguments import check_number
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.groups import of_first_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +21,6 @@ class Asked:
     name: str
     batch_size: int
     drop_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a data set begins to be read: a sample of an epoch, at a step of the loop."""
-
-    epoch: int = 0
-    origin: int = 0
-    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +45,27 @@ class Periods:
     def __len__(self) -> int:
         return -(-self.num_steps // self.every)
 
-    def batches(
-        self, read: Callable[..., Any], period: int, first_step: int, start: Start
-    ) -> PeriodBatches:
+    def batches(self, read: Callable[..., Any], period: int, first_step: int) -> PeriodBatches:
         """The batches of a period, which go on where those of the period before have ended.
 
         Args:
             read: Returns the batches of an epoch, given `epoch`, `first_step` and `continues`.
             period: Which, from 0.
             first_step: The period's batches to skip.
-            start: Where the data set has begun to be read.
         """
-        begin = period * self.every - start.step
-        num_steps = self.num_steps - start.step
-        steps = range(begin + first_step, min(begin + self.every, num_steps))
-        return PeriodBatches(read, steps, num_steps=num_steps, first_epoch=start.epoch)
+        begin = period * self.every
+        steps = range(begin + first_step, min(begin + self.every, self.num_steps))
+        return PeriodBatches(read, steps, num_steps=self.num_steps)
 
 
 class PeriodBatches:
     """Some steps of a data set whose epochs follow one another; like `Batches` of one epoch."""
 
-    def __init__(
-        self, read: Callable[..., Any], steps: range, *, num_steps: int, first_epoch: int
-    ) -> None:
+    def __init__(self, read: Callable[..., Any], steps: range, *, num_steps: int) -> None:
         self._read = read
         self._steps = steps
         self._num_steps = num_steps
-        self._first_epoch = first_epoch
-        self._epoch = read(epoch=first_epoch)
+        self._epoch = read(epoch=0)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -99,7 +82,7 @@ class PeriodBatches:
             epoch, first = divmod(steps[0], per_epoch)
             num_read = min(len(steps), per_epoch - first)
             batches = self._read(
-                epoch=self._first_epoch + epoch,
+                epoch=epoch,
                 first_step=first,
                 continues=(epoch + 1) * per_epoch < self._num_steps,
             )
@@ -144,62 +127,27 @@ class Reading:
     def __init__(self, pipeline: PipelineClient | InlineClient, position: EpochPosition) -> None:
         self._pipeline = pipeline
         self._position = position
-        self._rounds: dict[str, tuple[int, Start]] = {}  # under way, and of which loop
 
-    def start(self, asked: Asked, rank: int) -> Start | None:
-        """Where a pass begins over a data set that rolls, the same on all ranks.
-
-        A round begins where other trials are, and has each sample once, over as many periods as
-        that takes. If each period began where others are, these would pass each other by, and
-        samples would never be read.
-        """
-        if not self._pipeline.rolls(asked.name):
-            return None
-        assert isinstance(self._pipeline, PipelineClient)
-        position, periods = self._position, self._position.periods
-        step = 0 if periods is None else position.epoch * periods.every
-        loop, start = self._rounds.get(asked.name, (None, None))
-        is_under_way = periods is not None and loop == position.loop
-        if is_under_way and start and step - start.step < len(self._read(asked, epoch=0)):
-            return start
-        head = self._pipeline.head(asked.name) if rank == 0 else (0, 0)
-        epoch, origin = of_first_rank(head)
-        start = Start(epoch, origin, step)
-        self._rounds[asked.name] = position.loop, start
-        return start
-
-    def batches(
-        self,
-        asked: Asked,
-        place: tuple[int, int],
-        start: Start | None = None,
-        first_step: int = 0,
-    ) -> Any:
+    def batches(self, asked: Asked, place: tuple[int, int], first_step: int = 0) -> Any:
         """The batches of a pass.
 
         Args:
             asked: For what.
             place: This rank among those that share a batch, and their number.
-            start: What `start` has found.
             first_step: Batches to skip.
         """
         rank, world_size = place
         read = partial(
-            self._read,
-            asked,
-            origin=start.origin if start else 0,
+            self._pipeline.read,
+            asked.name,
+            batch_size=asked.batch_size,
+            drop_last=asked.drop_last,
             rank=rank,
             world_size=world_size,
             dummy=True,
         )
         position, periods = self._position, self._position.periods
         if periods is not None and self._pipeline.spec.dataset(asked.name).shuffled:
-            return periods.batches(read, position.epoch, first_step, start or Start())
-        epoch = start.epoch if start else position.epoch
+            return periods.batches(read, position.epoch, first_step)
         goes_on = position.epoch + 1 < position.num_epochs
-        return read(epoch=epoch, first_step=first_step, continues=goes_on)
-
-    def _read(self, asked: Asked, **which: Any) -> Any:
-        return self._pipeline.read(
-            asked.name, batch_size=asked.batch_size, drop_last=asked.drop_last, **which
-        )
+        return read(epoch=position.epoch, first_step=first_step, continues=goes_on)

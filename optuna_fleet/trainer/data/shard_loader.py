@@ -209,12 +209,11 @@ class ShardLoader:
             self._widths.bound(Bounds(max_devices=1))
             self._session.remark(["unprepared"], _UNPREPARED)
         name = asked.name
-        rolls = self._pipeline.rolls(name)
-        can_leave = movable and not rolls and not self._gives_whole_batches
+        can_leave = movable and not self._gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)
         self._reach(name, asked.batch_size, movable=can_leave)
         is_shuffled = self._pipeline.spec.dataset(name).shuffled
-        self._check_order(name, is_shuffled and not rolls)
+        self._check_order(name, is_shuffled)
         self._num_passes += 1
         first, goes_on = self._within.first_step(movable=can_leave)
         if self._timed_pass is None and self._trains(is_shuffled):
@@ -222,8 +221,7 @@ class ShardLoader:
             self.stopwatch.start()
         if goes_on:  # with the generator that the checkpoint has
             self._seeded_for = (self._position.loop, self._position.epoch)
-        start = self._reading.start(asked, self._run.rank)
-        batches = self._reading.batches(asked, self._place, start, first)
+        batches = self._reading.batches(asked, self._place, first)
         return _Pass(asked, self._num_passes, batches, first, is_shuffled, can_leave)
 
     def _close(self, one: _Pass) -> None:

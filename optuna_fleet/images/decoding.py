@@ -71,19 +71,6 @@ def decode(data: bytes, name: str, *, min_size: tuple[int, int]) -> torch.Tensor
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def encode(image: torch.Tensor, quality: int) -> bytes:
-    """The JPEG of a uint8 RGB image [3, height, width], with half the colours' resolution."""
-    pixels = image.permute(1, 2, 0).contiguous().numpy()
-    if _simplejpeg() is not None:
-        data: bytes = _simplejpeg().encode_jpeg(pixels, quality, colorsubsampling="420")
-        return data
-    import PIL.Image
-
-    buffer = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
-
-
 @contextlib.contextmanager
 def _clear_errors(name: str) -> Iterator[None]:
     """Any of the many things that Pillow raises becomes one."""

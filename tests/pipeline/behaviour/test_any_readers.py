@@ -5,12 +5,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_datasets import COUNTS, Counted
-from pipeline_harness import Agent, serving
+from pipeline_harness import Agent, PipelineClient, permutation, serving, shard, vanish
 
-from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.preprocessor.order import permutation
-from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.plan import shard
+from optuna_fleet import SharedPipeline
 
 
 @dataclass
@@ -22,20 +19,16 @@ class Reader:
     rank: int
     world_size: int
     epoch: int
-    origin: int = 0
     got: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         self.batches = self._open()
 
     def _open(self):
-        if self.client.rolls("train"):
-            self.epoch, self.origin = self.client.head("train")
         return iter(
             self.client.read(
                 "train",
                 epoch=self.epoch,
-                origin=self.origin,
                 batch_size=self.batch_size,
                 rank=self.rank,
                 world_size=self.world_size,
@@ -55,9 +48,7 @@ class Reader:
         return True
 
     def wanted(self, n):
-        rolls = self.client.rolls("train")
-        order = permutation(3, "train", 0 if rolls else self.epoch, n).tolist()
-        order = order[self.origin :] + order[: self.origin]
+        order = permutation(3, "train", self.epoch, n).tolist()
         wanted = []
         for begin in range(0, n, self.batch_size):
             size = min(self.batch_size, n - begin)
@@ -83,15 +74,14 @@ def join(agent: Agent, data) -> Reader:
     memory_bytes=st.sampled_from([5_000, 50_000, 1 << 20]),
     num_preprocessors=st.integers(1, 3),
     spilled=st.booleans(),
-    order=st.sampled_from(["canonical", "rolling"]),
 )
 @settings(max_examples=25, database=None)
 def test_every_reader_gets_its_epoch_whatever_the_others_do(
-    data, n, memory_bytes, num_preprocessors, spilled, order, tmp_path_factory
+    data, n, memory_bytes, num_preprocessors, spilled, tmp_path_factory
 ):
     COUNTS[:] = 0
     folder = str(tmp_path_factory.mktemp("spill")) if spilled else None
-    pipeline = SharedPipeline(train=Counted(n), seed=3, order=order)
+    pipeline = SharedPipeline(train=Counted(n), seed=3)
     options = {"num_preprocessors": num_preprocessors, "chunk_bytes": 500}
     options |= {"spill_dir": folder, "spill_bytes": 10_000 if spilled else None}
     with serving(pipeline, memory_bytes=memory_bytes, **options) as agent:
@@ -108,7 +98,7 @@ def test_every_reader_gets_its_epoch_whatever_the_others_do(
                         reader.batches.close()
                     case "die":
                         readers.remove(reader)
-                        reader.client._sock.close()
+                        vanish(reader.client)
                     case _:
                         reader.step(n)
         for reader in readers:  # those left finish their epoch

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_images import encoded, photograph
+from test_decoding import encoded, photograph
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from optuna_fleet.pipeline import SharedPipeline, crops, images
-from optuna_fleet.pipeline.crops import RandomResizedCrop
-from optuna_fleet.pipeline.images import read_image
+from optuna_fleet import RandomResizedCrop, SharedPipeline, read_image, take_apart
+from optuna_fleet.images import crops, decoding
 
 
 @pytest.fixture(params=["simplejpeg", "pillow"])
@@ -22,7 +21,7 @@ def decoder(request, monkeypatch):
     if request.param == "simplejpeg":
         pytest.importorskip("simplejpeg")
     else:
-        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -168,16 +167,11 @@ def batches(pipeline):
     return [batch.data for batch in pipeline.inline().read("train", epoch=1, batch_size=3)]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_pipeline_repeats_the_crop_alone(nested):
-    """It is taken for the random step that it is: what comes before it is kept."""
-    crop = RandomResizedCrop(8, flip=0.5)
-    pipeline = SharedPipeline(
-        train=Photographs(v2.Compose([crop, *END]) if nested else crop), split=True
-    )
-    cut = pipeline.packed().setup(1, finish_on_device=True).spec.dataset("train").cut
-    assert (cut.begin, cut.end) == (0, 1)
-    theirs = [v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), *(END if nested else [])]
+def test_pipeline_repeats_the_crop_alone():
+    dataset = Photographs(v2.Compose([RandomResizedCrop(8, flip=0.5), *END]))
+    dataset, augment, finish = take_apart(dataset, augment=0, finish=1)
+    pipeline = SharedPipeline(train=dataset, augment=augment, finish=finish)
+    theirs = [v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), *END]
     wanted = SharedPipeline(train=Photographs(v2.Compose(theirs)))
     for ours, other in zip(batches(pipeline), batches(wanted), strict=True):
         assert torch.equal(ours[0], other[0])

@@ -13,9 +13,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import optuna_fleet
-from optuna_fleet.pipeline import images
-from optuna_fleet.pipeline.crops import RandomResizedCrop
-from optuna_fleet.pipeline.images import read_image
+from optuna_fleet import RandomResizedCrop, read_image
+from optuna_fleet.images import decoding
 
 FORMATS = [
     ("JPEG", {"quality": 90}),
@@ -53,7 +52,7 @@ def decoder(request, monkeypatch):
     if request.param == "simplejpeg":
         pytest.importorskip("simplejpeg")
     else:
-        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
     return request.param
 
 

@@ -14,7 +14,6 @@ import torch
 from pipeline_datasets import COUNTS, SWITCH
 from pipeline_harness import serving
 from torch.utils.data import ConcatDataset, Subset, get_worker_info
-from torchvision.transforms import v2
 
 from optuna_fleet import FleetConfigError, SharedPipeline
 from optuna_fleet.exceptions import PreprocessingError
@@ -380,17 +379,9 @@ def test_unseeded_randomness_is_told_of_once(kind, name):
     assert "torch.initial_seed()" in notice
 
 
-class Transformed(Numbered):
-    """Could be split, but for the last step."""
-
-    transform = v2.Compose([v2.CenterCrop(4), v2.RandomCrop(3), lambda x: x * os.urandom(1)[0]])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(torch.arange(1, 37).reshape(1, 6, 6))
-
-
-def test_unseeded_steps_of_a_transform_are_told_of():
-    with serving(SharedPipeline(train=Transformed(), split=True)) as agent:
+def test_unseeded_augmentation_is_told_of():
+    pipeline = SharedPipeline(train=Numbered(), augment=lambda i: i * os.urandom(8)[0])
+    with serving(pipeline) as agent:
         for _ in agent.client().read("train", epoch=0, batch_size=7):
             pass
         (notice,) = agent.notices()

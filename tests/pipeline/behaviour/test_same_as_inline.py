@@ -13,7 +13,7 @@ import torch
 from pipeline_harness import serving
 from torchvision.transforms import v2
 
-from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet import SharedPipeline
 
 
 class Samples:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from optuna_fleet.arguments import check_number, check_that
-from optuna_fleet.pipeline.images import Source, at_scale, content, decode, full_size
+from optuna_fleet.images.decoding import Source, at_scale, content, decode, full_size
 
 try:
-    from optuna_fleet.pipeline import _resample
+    from optuna_fleet.images import _resample
 except ImportError:  # not compiled here, or not for this processor: PyTorch's kernel is used
     _resample = None  # type: ignore[assignment]
 

@@ -1,0 +1,51 @@
+"""``peak(n)`` of Pittman et al. (SC18, V.A): what *each* of n nodes can receive of all samples.
+
+With r the samples that a node preprocesses per second, s the bytes of a sample, b the bytes per
+second that a node can send, and receive, at a time, and p makers (all-shared: n,
+single-broadcast: 1):
+
+    local    r
+    others   min(p r, b p / (s (n - 1)), and b / s if p < n)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optuna_fleet.pipeline.exchange.plan import Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What it depends on.
+
+    Attributes:
+        num_nodes: How many there are (n).
+        samples_per_s: What each can preprocess, with all its preprocessors (r).
+        sample_s: Seconds of a core for a sample.
+        sample_bytes: Of a preprocessed sample (s).
+        bytes_per_s: Of the link (b).
+    """
+
+    num_nodes: int
+    samples_per_s: float
+    sample_s: float
+    sample_bytes: float
+    bytes_per_s: float
+
+
+def peak(scheme: Scheme, num_makers: int, measured: Measured) -> float:
+    """Return the samples per second that every node can receive."""
+    if scheme == "local":
+        return measured.samples_per_s
+    link = measured.bytes_per_s / measured.sample_bytes
+    made, sent = num_makers * measured.samples_per_s, link * num_makers / (measured.num_nodes - 1)
+    return min(made, sent, link) if num_makers < measured.num_nodes else min(made, sent)
+
+
+def work_s(scheme: Scheme, measured: Measured) -> float:
+    """Return the seconds of cores, over all nodes, for one sample that each of them gets."""
+    if scheme == "local":
+        return measured.num_nodes * measured.sample_s
+    sent_s = measured.sample_bytes / measured.bytes_per_s
+    return measured.sample_s + (measured.num_nodes - 1) * sent_s

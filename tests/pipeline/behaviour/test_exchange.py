@@ -1,0 +1,174 @@
+"""Chunks shared between nodes: who makes them, and that it shows in no batch."""
+
+import itertools
+import os
+import signal
+
+import pytest
+from exchange_harness import Node, agree, labels, nodes, read_everywhere
+from pipeline_datasets import COUNTS, SWITCH, Counted, Raising
+from pipeline_harness import permutation
+
+from optuna_fleet import SharedPipeline
+from optuna_fleet.exceptions import PreprocessingError
+
+N = 150
+LONG_S = 600.0
+"""Nobody is done without because the machine is busy."""
+
+
+def order_of(epoch):
+    return permutation(3, "train", epoch, N).tolist()
+
+
+def pipeline():
+    return SharedPipeline(train=Counted(N), val=Counted(20), seed=3)
+
+
+def sums(found):
+    """Samples preprocessed, and received, by all nodes."""
+    stats = [node.stats() for node in found]
+    return sum(each.preprocessed for each in stats), sum(each.num_received for each in stats)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "times"),
+    [("local", 3), ("all-shared", 1), ("single-broadcast", 1), ("multi-broadcast", 1)],
+)
+def test_every_trial_on_every_node_reads_the_permutation(scheme, times):
+    epochs = range(2)
+    makers = frozenset({"node 0", "node 2"})
+    with nodes(pipeline(), 3, patience_s=LONG_S) as found:
+        agree(found, scheme, makers=makers)
+        read = read_everywhere(found, epochs, (7, 16))
+        stats = [node.stats() for node in found]
+    assert read == [[order_of(epoch) for epoch in epochs]] * 6
+    assert [each.preprocessed + each.num_received for each in stats] == [2 * N] * 3
+    assert sum(each.preprocessed for each in stats) == times * 2 * N
+    busy = {"single-broadcast": {0}, "multi-broadcast": {0, 2}}.get(scheme, {0, 1, 2})
+    assert {node for node, each in enumerate(stats) if each.preprocessed} == busy
+
+
+def test_fixed_data_are_preprocessed_once_in_the_fleet():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        for epoch in range(2):
+            for node in found:
+                assert labels(node.client(), "val", epoch=epoch) == list(range(20))
+        assert sums(found) == (20, 20)
+
+
+def test_nodes_of_unlike_budgets_agree_on_chunks():
+    with nodes(pipeline(), 1, patience_s=LONG_S) as found:
+        found.append(Node(pipeline(), "node 1", chunk_bytes=300, patience_s=LONG_S))
+        agree(found)
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (N, N)
+        found.pop().close()
+
+
+def test_nodes_that_would_make_unlike_chunks_do_not_share():
+    def finishing(**options):
+        return SharedPipeline(train=Counted(N), seed=3, finish=lambda x: x, **options)
+
+    with nodes(finishing(), 1, patience_s=LONG_S) as found:
+        found.append(Node(finishing(), "node 1", finish_on_device=True, patience_s=LONG_S))
+        agree(found)
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (2 * N, 0)
+        found.pop().close()
+
+
+@pytest.mark.parametrize("memory_bytes", [6000, 40_000])  # of a chunk, and of nine
+def test_little_memory_does_not_make_nodes_wait_for_each_other(memory_bytes):
+    with nodes(pipeline(), 2, patience_s=LONG_S, memory_bytes=memory_bytes) as found:
+        assert read_everywhere(found, range(2), (7, 16)) == [[order_of(0), order_of(1)]] * 4
+
+
+def test_what_the_decoded_store_leaves_does_not_make_nodes_wait_for_each_other():
+    data = SharedPipeline(
+        train=Counted(N),
+        seed=3,
+        prepare=lambda sample: (sample[0].repeat(8), sample[1]),
+        augment=lambda sample: sample,
+        decoded_bytes=70_000,  # of 80_000
+    )
+    with nodes(data, 2, patience_s=LONG_S, memory_bytes=80_000) as found:
+        assert read_everywhere(found, range(3), (7, 16)) == [[order_of(e) for e in range(3)]] * 4
+
+
+def test_a_sample_that_raises_is_an_error_on_every_node():
+    with nodes(SharedPipeline(train=Raising(64), shuffled=[]), 2, patience_s=LONG_S) as found:
+        for node in found:
+            with pytest.raises(PreprocessingError, match="broken image"):
+                list(node.client().read("train", epoch=0, batch_size=8))
+        COUNTS[SWITCH] = 1  # mended
+        for node in found:
+            read = node.client().read("train", epoch=0, batch_size=8)
+            assert sum(batch.local_size for batch in read) == 64
+
+
+def test_plans_may_change_at_any_time():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        streams = [node.client().read("train", epoch=0, batch_size=5) for node in found]
+        read = [[], []]
+        for step, batches in enumerate(zip(*streams, strict=True)):
+            agree(found[:: 1 if step % 2 else -1], "single-broadcast")
+            for labels_read, batch in zip(read, batches, strict=True):
+                labels_read += batch.data[1].tolist()
+        assert read == [order_of(0)] * 2
+
+
+def test_a_node_that_comes_takes_part_and_one_that_goes_costs_only_its_chunks():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (N, N)
+        found.append(Node(pipeline(), "node 2", patience_s=LONG_S))
+        agree(found)
+        assert read_everywhere(found, range(1, 2), (7,)) == [[order_of(1)]] * 3
+        assert sums(found) == (2 * N, 3 * N)
+        assert found[2].stats().preprocessed
+        with found.pop().killed():
+            agree(found)
+            assert read_everywhere(found, range(2, 3), (7,)) == [[order_of(2)]] * 2
+        made, received = sums(found)
+        assert made + received == 6 * N
+
+
+def test_a_dead_node_is_done_without():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        os.kill(found[1].giver, signal.SIGKILL)
+        assert labels(found[0].client()) == order_of(0)
+        assert sums(found[:1]) == (N, 0)
+
+
+def test_a_giver_that_dies_with_unread_news_harms_nobody():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        os.kill(found[1].giver, signal.SIGSTOP)
+        agree(found)
+        os.kill(found[1].giver, signal.SIGKILL)
+        assert [labels(node.client()) for node in found] == [order_of(0)] * 2
+
+
+def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
+    with nodes(pipeline(), 2, patience_s=0.5) as found:
+        client = found[0].client()
+        assert labels(client, epoch=0) == order_of(0)
+        os.kill(found[1].giver, signal.SIGSTOP)
+        before = found[0].stats()
+        assert labels(client, epoch=1) == order_of(1)
+        assert sums(found[:1]) == (before.preprocessed + N, before.num_received)
+        os.kill(found[1].giver, signal.SIGCONT)
+        for epoch in itertools.count(2):  # where the machine is busy, it may be too slow again
+            agree(found)
+            assert labels(client, epoch=epoch) == order_of(epoch)
+            if found[0].stats().num_received > before.num_received:
+                break
+
+
+def test_nodes_of_another_sweep_get_and_give_nothing():
+    with nodes(pipeline(), 1) as found:
+        found.append(Node(pipeline(), "node 1", secret=b"the secret of another sweep."))
+        agree(found)
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (2 * N, 0)
+        found.pop().close()

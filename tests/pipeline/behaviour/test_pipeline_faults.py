@@ -1,0 +1,322 @@
+"""What goes wrong with data, disks and processes, and what a trial gets to see of it."""
+
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from asyncio import CancelledError
+from functools import partial
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pipeline_datasets import Counted, each_was_made
+from pipeline_harness import MAX_DEATHS, Forked, permutation, serving
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from optuna_fleet import SharedPipeline
+from optuna_fleet.exceptions import FleetConfigError, PreprocessingError
+
+
+class Broken(Counted):
+    """Raises for some indices."""
+
+    def __init__(self, n, bad):
+        super().__init__(n)
+        self.bad = bad
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise ValueError(f"number {index} is broken")
+        return super().__getitem__(index)
+
+
+def labels(client, name="train", **arguments):
+    batches = client.read(name, **{"epoch": 0, "batch_size": 7, **arguments})
+    return [label for batch in batches for label in batch.data[1].tolist()]
+
+
+# -- samples that raise ---------------------------------------------------------------------------
+
+
+def test_skipped_samples_are_replaced_by_the_next_and_counted():
+    pipeline = SharedPipeline(train=Broken(50, {7, 8, 49}), on_error="skip")
+    with serving(pipeline) as agent:
+        for batch_size in (3, 16):
+            order = permutation(0, "train", 0, 50).tolist()
+            wanted = [{7: 9, 8: 9, 49: 0}.get(index, index) for index in order]
+            assert labels(agent.client(), batch_size=batch_size) == wanted
+        assert agent.stats().num_skipped == 4  # 7 and 8 for the place of 7, 8 for that of 8, 49
+        (notice,) = agent.notices()
+    assert notice.startswith("Skipped sample(s) ")
+    assert "is broken" in notice
+    assert "Traceback" in notice
+
+
+def test_of_many_skipped_samples_a_few_are_named():
+    pipeline = SharedPipeline(val=Broken(1000, range(0, 1000, 2)), on_error="skip")
+    with serving(pipeline, num_preprocessors=1) as agent:
+        labels(agent.client(), "val")
+        (notice,) = agent.notices()
+    assert notice.startswith(
+        "Skipped sample(s) 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... of data set "
+    )
+
+
+def test_skipping_ends_where_nothing_works():
+    pipeline = SharedPipeline(val=Broken(50, range(50)), on_error="skip")
+    with serving(pipeline) as agent, pytest.raises(PreprocessingError, match=r"\d+ is broken"):
+        labels(agent.client(), "val")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Mute(), r"raised Mute: \(its text"),
+        (SystemExit(3), "SystemExit: 3"),
+        (CancelledError("too late"), "CancelledError: too late"),
+    ],
+)
+def test_odd_exceptions_of_samples_end_no_process(error, message):
+    pipeline = SharedPipeline(val=Angry(error))
+    with serving(pipeline) as agent:
+        with pytest.raises(PreprocessingError, match=message):
+            labels(agent.client(), "val")
+        assert agent.stats().num_lost == 0
+
+
+class Angry:
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        raise self.error
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of small photographs, one of which is cut short."""
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        path = tmp_path / "images" / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 255, (24, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    return path.parent.parent
+
+
+def test_corrupt_image(folder):
+    images = ImageFolder(folder, v2.Compose([v2.ToImage(), v2.RandomCrop(16)]))
+    error = pytest.raises(PreprocessingError, match=r"Sample \d+ of .*[Tt]runcated")
+    with serving(SharedPipeline(train=images, decoded_bytes=1 << 20)) as agent, error:
+        labels(agent.client())
+    with serving(SharedPipeline(train=images, on_error="skip")) as agent:
+        assert len(labels(agent.client())) == 12
+        assert agent.stats().num_skipped == 1
+
+
+def test_folder_that_vanishes(folder):
+    images = ImageFolder(folder, v2.Compose([v2.ToImage(), v2.CenterCrop(16)]))
+    with serving(SharedPipeline(val=images), chunk_bytes=16 * 16 * 3) as agent:
+        batches = iter(agent.client().read("val", epoch=0, batch_size=1))
+        next(batches)
+        shutil.rmtree(folder)
+        with pytest.raises(PreprocessingError, match=r"Sample \d+ of data set 'val' raised FileN"):
+            list(batches)
+
+
+# -- data sets that do not survive a fork ---------------------------------------------------------
+
+
+class Eager:
+    def __init__(self, path):
+        self.file = open(path, "rb")  # noqa: SIM115
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.file.read(1)
+
+
+class Hdf5:
+    """Opens its file where it is read, as h5py wants it."""
+
+    def __init__(self, path):
+        self.path = path
+        self.file = None
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        self.file = self.file or h5py.File(self.path, "r")
+        return torch.from_numpy(self.file["x"][index]), index
+
+
+def test_what_is_opened_lazily_is_not_open_where_it_is_pickled(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.zeros((60, 3))
+    dataset = Hdf5(tmp_path / "data.h5")
+    pipeline = SharedPipeline(train=dataset, augment=lambda sample: sample)
+    pipeline.packed()  # looks at a sample
+    assert pipeline.payload()
+
+
+def test_open_file_is_refused_with_advice(tmp_path):
+    (tmp_path / "data").write_bytes(b"abc")
+    dataset = Eager(tmp_path / "data")
+    named = r"`val\.file` in it is of type .*when it is first used"
+    with dataset.file, pytest.raises(FleetConfigError, match=named):
+        SharedPipeline(val=dataset).payload()
+
+
+def test_hdf5_file_is_read_by_several_preprocessors(tmp_path):
+    path = tmp_path / "data.h5"
+    numbers = np.random.default_rng(0).normal(size=(60, 50))
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=numbers, chunks=(1, 50))
+    with serving(SharedPipeline(val=Hdf5(path)), num_preprocessors=3, chunk_bytes=2000) as agent:
+        batches = [batch.data[0] for batch in agent.client().read("val", epoch=0, batch_size=7)]
+    assert np.array_equal(torch.cat(batches).numpy(), numbers)
+
+
+# -- processes that die ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_preprocessors_killed_at_random(seed):
+    chance = random.Random(seed)
+    pipeline = SharedPipeline(train=Counted(150), seed=3)
+    wanted = [permutation(3, "train", e, 150).tolist() for e in range(3)]
+
+    def read(client, batch_size):
+        return [labels(client, epoch=e, batch_size=batch_size) for e in range(3)]
+
+    with serving(pipeline, chunk_bytes=300, num_preprocessors=3, memory_bytes=20_000) as agent:
+        readers = [Forked(partial(read, agent.client(), size)) for size in (1, 32)]
+        client = agent.client()
+        for epoch in range(3):
+            ours = []
+            # Fewer than the deaths over one chunk that make it an error.
+            moments = chance.sample(range(30), MAX_DEATHS - 1)
+            for step, batch in enumerate(client.read("train", epoch=epoch, batch_size=5)):
+                ours += batch.data[1].tolist()
+                if step in moments and (pids := agent.pids()):
+                    os.kill(pid := chance.choice(pids), signal.SIGKILL)
+                    while pid in agent.pids():
+                        pass  # each question is answered after what the agent has heard so far
+            assert ours == wanted[epoch]
+        assert [reader.result() for reader in readers] == [wanted] * 2
+        assert agent.stats().num_lost > 0
+
+
+# -- memory and disks -----------------------------------------------------------------------------
+
+
+def test_more_memory_than_there_is_is_refused():
+    with pytest.raises(FleetConfigError, match=r"memory_bytes=\d+, but only \d+ bytes"):
+        SharedPipeline(val=Counted(3), memory_bytes=1 << 50).packed().setup(1)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "file"])
+def test_spill_folder_that_can_not_be_used(tmp_path, where):
+    (tmp_path / "file").touch()
+    with pytest.raises(FleetConfigError, match=rf"spill_dir='.*{where}'.*existing folder"):
+        SharedPipeline(val=Counted(3), spill_dir=tmp_path / where).packed().setup(1)
+
+
+def test_what_does_not_fit_into_memory_is_spilled(tmp_path):
+    pipeline = SharedPipeline(train=Counted(150), spill_dir=tmp_path, spill_bytes=1 << 20)
+    with serving(pipeline, memory_bytes=6000, chunk_bytes=1000) as agent:
+        for _ in range(2):
+            for epoch in range(3):
+                client = agent.client()
+                assert labels(client, epoch=epoch) == permutation(0, "train", epoch, 150).tolist()
+        stats = agent.stats()
+        assert os.listdir(tmp_path) == []
+    assert stats.preprocessed == 450
+    assert each_was_made(150, 3)
+    assert stats.spilled_bytes > 6000 >= stats.peak_bytes
+
+
+def test_without_a_spill_folder_the_cost_is_told_once():
+    with serving(SharedPipeline(train=Counted(150)), memory_bytes=6000, chunk_bytes=1000) as agent:
+        for epoch in (0, 1, 0, 1, 0):
+            labels(agent.client(), epoch=epoch)
+        (notice,) = agent.notices()
+        assert agent.stats().repeated > 0
+    assert "do not fit into" in notice
+    assert "spill_dir" in notice
+
+
+def test_image_bytes_of_a_data_set_without_a_transform():
+    """PIL images become tensors, whatever the mode."""
+
+    class Images:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            stream = io.BytesIO()
+            Image.new("L", (4, 3), index).save(stream, "PNG")
+            return Image.open(stream), index
+
+    with serving(SharedPipeline(val=Images())) as agent:
+        (batch,) = agent.client().read("val", epoch=0, batch_size=4)
+    assert batch.data[0].shape == (4, 1, 3, 4)
+    assert batch.data[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+_IN_NAMESPACE = """
+import os, sys
+sys.path[:0] = {path!r}
+from pipeline_datasets import Counted
+from pipeline_harness import permutation, serving
+from behaviour.test_pipeline_faults import labels
+from optuna_fleet import SharedPipeline
+
+with serving(SharedPipeline(train=Counted(150)), chunk_bytes=1000) as agent:
+    assert labels(agent.client()) == permutation(0, "train", 0, 150).tolist()
+
+pipeline = SharedPipeline(train=Counted(150), spill_dir={disk!r})
+options = dict(memory_bytes=6000, spill_bytes=1 << 20, chunk_bytes=1000)
+with serving(pipeline, **options) as agent:
+    for epoch in (0, 1, 2, 0):
+        assert labels(agent.client(), epoch=epoch) == permutation(0, "train", epoch, 150).tolist()
+    notices = agent.notices()
+    assert "No space left" in notices[0], notices
+    assert "no longer spilled" in notices[0], notices
+"""
+
+
+def test_full_shared_memory_does_not_matter_and_a_full_disk_ends_spilling_with_a_notice(tmp_path):
+    (tmp_path / "disk").mkdir()
+    mounts = (
+        "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && "
+        f"mount -t tmpfs -o size=8k none {tmp_path / 'disk'}"
+    )
+    code = _IN_NAMESPACE.format(path=sys.path, disk=str(tmp_path / "disk"))
+    (tmp_path / "script.py").write_text(code)
+    command = f"{mounts} && exec {sys.executable} {tmp_path / 'script.py'}"
+    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    done = subprocess.run([*unshare, command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

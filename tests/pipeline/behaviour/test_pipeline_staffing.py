@@ -1,0 +1,83 @@
+"""How the number of preprocessors and the measures follow what happens."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from pipeline_datasets import Counted
+from yard import yard
+
+from optuna_fleet import SharedPipeline
+
+
+def small(dataset: Any, **more: Any) -> SharedPipeline:
+    return SharedPipeline(train=dataset, val=Counted(64), **more)
+
+
+def epochs(*numbers: int, name: str = "train", size: int = 150) -> Any:
+    def read(client: Any) -> None:
+        for epoch in numbers:
+            batches = client.read(name, epoch=epoch, batch_size=7)
+            labels = torch.cat([batch.data[1] for batch in batches])
+            assert sorted(labels.tolist()) == list(range(size))
+
+    return read
+
+
+# Processes
+
+
+def test_preprocessors_grow_in_number_while_readers_wait():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(6)))
+        here.starve(lambda number: 1.0 / number)
+        assert here.numbers[0] == 1
+        assert here.numbers[-1] == 4
+        use = here.server.stats().use
+    # Not quite always: of four preprocessors a later chunk's may be done first.
+    assert use.busy_share > 0.7
+    assert use.stalled_share > 0.9
+    assert use.queue_share < 0.5
+    assert 1.0 < use.num_preprocessors < 4.0
+
+
+def test_one_is_enough_where_trainers_are_slow():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(3)))
+        here.read(epochs(*range(3)))
+        here.feed(0.1)
+        assert max(here.numbers) == 1
+        use = here.server.stats().use
+    assert use.full_share > 0.5
+    assert use.queue_share > 0.5
+
+
+def test_a_full_budget_is_told_from_full_windows():
+    # Room for a few chunks only; the reader needs the next one when it has given back the last.
+    with yard(small(Counted(150)), memory_bytes=20_000, is_adaptive=True) as here:
+        here.read(epochs(0, 1))
+        here.feed(1.0)
+        use = here.server.stats().use
+    assert use.blocked_share > 0.5
+    assert use.full_share < 0.5
+
+
+class Nice(Counted):
+    """Sample i is (niceness of who made it, i)."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return os.nice(0), index
+
+
+def test_preprocessors_are_nice():
+    wanted = os.nice(0) + 7
+
+    def read(client: Any) -> None:
+        (batch,) = client.read("train", epoch=0, batch_size=8)
+        assert batch.data[0].tolist() == [wanted] * 8
+
+    with yard(small(Nice(8)), niceness=7) as here:
+        here.read(read)
+        here.feed(0.0)

@@ -1,0 +1,108 @@
+"""Rows of tensors are read by the block; nobody can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_harness import serving
+from torch.utils.data import Subset, TensorDataset
+
+from optuna_fleet import SharedPipeline
+from optuna_fleet.exceptions import PreprocessingError
+
+N = 150
+NUMBERS = torch.arange(float(N))
+
+TENSORS = {
+    "table": (NUMBERS[:, None] + torch.arange(4), NUMBERS.long()),
+    "kinds": tuple(NUMBERS.to(d) for d in (torch.bool, torch.bfloat16, torch.uint8, torch.cfloat)),
+    "strided": (NUMBERS[:, None, None].expand(N, 2, 3), torch.rand(3, N, 2).transpose(0, 1)),
+    "empty": (torch.zeros(N, 0), NUMBERS),
+    "large": (NUMBERS[:, None].expand(N, 5000).contiguous(),),
+    "conjugate": (torch.complex(NUMBERS, -NUMBERS).conj(),),
+    "gradients": (NUMBERS.clone().requires_grad_(),),
+    "sparse": (torch.eye(N).to_sparse(), NUMBERS),
+    "subclass": (torch.nn.Parameter(NUMBERS.clone()),),
+}
+
+
+def read(client: Any, epoch: int, batch_size: int) -> list[Any]:
+    batches = client.read("train", epoch=epoch, batch_size=batch_size)
+    return [list(batch.data) for batch in batches]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a.dtype, a.shape, a.is_conj()) == (b.dtype, b.shape, b.is_conj())
+            assert torch.equal(a.to_dense(), b.to_dense())
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("part", [None, range(N - 1, 9, -2), [7, 7, 140, 3]])
+def test_rows_are_those_that_are_read_one_by_one(kind: str, part: Any) -> None:
+    dataset: Any = TensorDataset(*TENSORS[kind])
+    if part is not None:
+        dataset = Subset(Subset(dataset, range(N)), part)
+    options: dict[str, Any] = {} if kind != "sparse" else {"collate_fn": collate_sparse}
+    pipeline = SharedPipeline(train=dataset, seed=2, **options)
+    inline = pipeline.inline()
+    with serving(pipeline, chunk_bytes=300 if kind != "large" else 200_000) as agent:
+        client = agent.client()
+        for epoch, batch_size in ((0, 7), (1, 64), (0, 32)):
+            wanted = read(inline, epoch, batch_size)
+            assert_same(read(client, epoch, batch_size), wanted)
+            assert_same(wanted, read(alone(dataset, **options), epoch, batch_size))
+        assert agent.notices() == []
+
+
+def collate_sparse(samples: list[Any]) -> list[Any]:
+    return [torch.stack([each[i].to_dense() for each in samples]) for i in range(2)]
+
+
+def alone(dataset: Any, **options: Any) -> Any:
+    """From a class that is not known."""
+    samples = [dataset[index] for index in range(len(dataset))]
+    return SharedPipeline(train=samples, seed=2, **options).inline()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": [3, 3, 0, *range(60), 149]},
+        {"collate_fn": lambda samples: [torch.stack([row for row, _ in samples]) * 2]},
+        {"augment": lambda sample: (sample[0] + torch.rand(4), sample[1])},
+        {"finish": lambda sample: [sample[0] / 2, sample[1]]},
+        {"on_error": "skip"},
+    ],
+)
+def test_options_hold_for_rows_too(options: dict[str, Any]) -> None:
+    pipeline = SharedPipeline(train=TensorDataset(*TENSORS["table"]), **options)
+    inline = pipeline.inline()
+    with serving(pipeline, chunk_bytes=1000) as agent:
+        for epoch in range(2):
+            assert_same(read(agent.client(), epoch, 16), read(inline, epoch, 16))
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(2 * each for each in super().__getitem__(index))
+
+
+def test_a_subclass_may_do_what_it_likes() -> None:
+    pipeline = SharedPipeline(train=Doubled(NUMBERS))
+    with serving(pipeline) as agent:
+        found = torch.cat([batch[0] for batch in read(agent.client(), 0, 50)])
+    assert sorted(found.tolist()) == (2 * NUMBERS).tolist()
+
+
+def test_an_index_that_there_is_not_is_told_as_ever() -> None:
+    dataset = Subset(TensorDataset(NUMBERS), [0, 1, N])
+    with (
+        serving(SharedPipeline(val=dataset)) as agent,
+        pytest.raises(PreprocessingError, match="Sample 2 of data set 'val' raised IndexError"),
+    ):
+        list(agent.client().read("val", epoch=0, batch_size=3))
