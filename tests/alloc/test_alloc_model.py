@@ -27,7 +27,7 @@ from optuna_fleet.alloc import (
 )
 from optuna_fleet.alloc.model import Decision, decide
 from optuna_fleet.alloc.program import Program, by_slope
-from optuna_fleet.alloc.shares import pinned_choice
+from optuna_fleet.alloc.shares import pinned_choice, share_of
 from tests.behaviour.allocation import mixed_problems, problem_of, trial
 
 THROUGHPUT = ElasticAllocator(objective="throughput")
@@ -66,7 +66,9 @@ def test_no_choice_that_can_be_flown_is_worth_more_with_or_without_pruning(probl
             patch.setattr(windows, "_FEWEST_RATES_PER_PHASE", 1000)  # all there are
             decision = decide(problem, worth, flotilla_cost=cost)
         if made.options:
-            assert value_of(problem, made, decision.choice) == pytest.approx(best, rel=1e-6)
+            assert value_of(problem, made, decision.choice) == pytest.approx(
+                best, rel=2 * model._RELATIVE_GAP
+            )
         assert decision.status == ("optimal" if made.options else "trivial")
 
 
@@ -168,7 +170,7 @@ def test_throughput_reaches_the_optimum_of_the_published_model(seed):
     allocator = ElasticAllocator(objective="throughput", forward_looking_s=forward_s)
     widths = counts(allocator.allocate(problem_of_trainers(trainers, num_nodes)))
     reached = sum(t.values(forward_s)[0, widths.get(n, 0)] for n, t in enumerate(trainers))
-    assert reached == pytest.approx(best, rel=1e-6)
+    assert reached == pytest.approx(best, rel=2 * model._RELATIVE_GAP)
 
 
 def test_the_published_big_m_forbids_large_steps():
@@ -212,16 +214,17 @@ def test_an_answer_that_is_worse_than_the_choice_without_a_solver_is_not_taken(m
 
 
 def test_a_solver_that_is_out_of_time_says_so_and_how_far_it_may_be_from_the_optimum(monkeypatch):
-    # CBC needs minutes: an odd number of devices for trials that need even ones, all worth nearly
-    # the same per device.
+    # CBC needs minutes: odd numbers of devices of three types for trials that need even ones, all
+    # worth nearly the same per device.
     monkeypatch.setattr(model, "_has_highs", lambda: False)
     draw = random.Random(0)
     needed = [2 * draw.randint(1, 6) for _ in range(60)]
-    trials = [
-        trial(n, [10.0 * k + draw.random() for k in range(1, 13)], min_devices=m, max_devices=m)
-        for n, m in enumerate(needed)
+    rates = [
+        {kind: [10.0 * k + draw.random() for k in range(1, 13)] for kind in "abc"} for _ in needed
     ]
-    problem = problem_of(*trials, nodes=(tuple(range(101)),), time_limit_s=1.0)
+    trials = [trial(n, rates[n], min_devices=m, max_devices=m) for n, m in enumerate(needed)]
+    nodes = tuple(tuple(range(k, k + 31)) for k in (0, 31, 62))
+    problem = problem_of(*trials, nodes=nodes, kinds=tuple("abc"), time_limit_s=1.0)
     started = time.process_time()  # on a busy machine others may take any time
     plan = THROUGHPUT.allocate(problem)
     assert time.process_time() - started < 1 + 3
@@ -229,7 +232,8 @@ def test_a_solver_that_is_out_of_time_says_so_and_how_far_it_may_be_from_the_opt
     assert (plan.status, plan.solver) == ("feasible", "CBC")
     assert 0 < plan.gap < 0.05
     made = Program.of(problem, THROUGHPUT.worth(problem), 0.0)
-    assert made.value({n: {"": m} for n, m in counts(plan).items()}) >= made.value(by_slope(made))
+    choice = {n: share_of(problem, a.devices) for n, a in plan.assignments.items()}
+    assert made.value(choice) >= made.value(by_slope(made))
 
 
 def large_problem(num_trials, num_devices):
