@@ -111,7 +111,10 @@ def stops_to_look(trial: Any) -> float:
     return 0.0
 
 
-def test_a_breakpoint_in_a_trainer_names_the_cluster_that_has_a_debugger(fleet: Any) -> None:
+def test_a_breakpoint_in_a_trainer_names_the_cluster_that_has_a_debugger(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # Ray sets one of its own
     with pytest.raises(Exception, match='cluster="inline"') as raised:
         optuna.create_study().optimize(stops_to_look, n_trials=1, executor=fleet)
     assert type(raised.value).__name__ == "BdbQuit"
