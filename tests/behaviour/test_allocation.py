@@ -368,7 +368,7 @@ def test_the_fast_devices_go_to_those_who_gain_most_by_them(policy: str) -> None
 
 @pytest.mark.parametrize("name", [n for n in AT_EVENTS if n != "equal-split"])
 def test_a_change_of_type_must_pay_for_its_move(name: str) -> None:
-    # In 120 s it trains 50 % more there: as much as 60 s at its rate; so it is with all it has left.
+    # In 120 s it trains 50 % more there: as much as 60 s at its rate, as with all it has left.
     of_three_minutes = {"max_epochs": 1, "samples_per_epoch": 18_000.0}
     for cost_s, device in ((0.0, 2), (50.0, 2), (70.0, 0)):
         rates = {"a": (100.0,), "b": (150.0,)}
