@@ -28,8 +28,6 @@ _KEEPING = 1.0
 """Worth, in devices, of keeping what one has: else trials would swap devices at each event."""
 _SUITING = 1.0
 """Of the device type that suits a trial best: those get the fast ones who gain most by them."""
-_WIDENING = 0.25
-"""Power of f: wide trials count for a little more, as they are those that end last."""
 _FLYING = 1e4
 """Of not waiting within an epoch: trials would take turns at each event, and none get anywhere."""
 
@@ -98,7 +96,7 @@ def _gains(
         devices, fewest = m * least / share, candidate.min_devices * least / share
         gain = devices * (fewest + 2 * least - devices)
         gain += _KEEPING if is_kept and rate >= speed_now else 0.0
-        yield m, gain * float(least**_WIDENING) + flying
+        yield m, gain + flying
 
 
 def _suits(problem: AllocationProblem, candidate: Candidate, kind: str, m: int) -> float:
