@@ -78,6 +78,7 @@ def objective(trial: Any, trials: list[SimulatedTrial]) -> float:
     pace = Pace()
     for epoch in trial.epochs(MOST_EPOCHS):
         for (x,) in trial.batches("train", batch_size=BATCH, movable=True):
+            optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
             pace.keep(BATCH / spec.rates[trial.world_size - 1])
@@ -102,7 +103,7 @@ def swept(trials: list[SimulatedTrial], policy: str) -> FleetSummary:
 def simulated_s(trials: list[SimulatedTrial], policy: str, real: FleetSummary) -> float:
     """The makespan that the simulation expects."""
     costs = {"rescale_up_s": real.move_s, "rescale_down_s": real.move_s}
-    decision_s = [decision.solve_time_s for decision in real.decisions]
+    decision_s = [plan.solve_time_s for plan in real.plans]
     scenario = EnsembleScenario(
         trials=[replace(trial, **costs) for trial in trials],
         num_devices=NUM_DEVICES,
