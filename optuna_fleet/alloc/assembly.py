@@ -38,8 +38,7 @@ def staying(problem: AllocationProblem, *, grouping: Grouping = group_widths) ->
         m = problem.kept_width(candidate)
         if m is None or number in kept or taken & set(candidate.devices):
             continue
-        fits = candidate.min_devices <= m <= candidate.widest
-        if fits and is_served({**kept, number: m}):
+        if is_served({**kept, number: m}):
             kept[number] = m
             taken.update(candidate.devices)
     return kept

@@ -91,7 +91,7 @@ def _gains(
 ) -> Iterable[tuple[int, float]]:
     """Gains over waiting by Eq. 16, of the widths that can be had of one type."""
     home = problem.kind_now(candidate)
-    now = min(problem.kept_width(candidate) or 0, candidate.widest)
+    now = problem.kept_width(candidate) or 0
     outcomes = _outcomes(problem, candidate, kind, objective)
     lost = _outcomes(problem, candidate, home, objective)[now] if now else 0.0
     values = forward_looking_s * outcomes

@@ -23,7 +23,7 @@ from optuna_fleet.alloc.problem import (
     Plan,
 )
 from optuna_fleet.alloc.shares import Choice, groups_of, pinned_choice, share_of
-from optuna_fleet.alloc.streams import affordable, stream_limit
+from optuna_fleet.alloc.streams import affordable, slowest, stream_limit
 
 Kinds = dict[int, str]
 """Trial number -> device type."""
@@ -62,10 +62,17 @@ class ByKind:
             if part.candidates or part.num_devices:
                 plans[kind] = self.inner.allocate(part)
         flotillas = _served(problem, [f for plan in plans.values() for f in plan.flotillas])
-        if not flotillas and (alone := _slowest(problem)):
-            plans = {alone[0]: self.inner.allocate(_part(problem, alone[0], [alone[1]]))}
-            flotillas = list(plans[alone[0]].flotillas)
+        if not flotillas and (alone := slowest(problem)):
+            _, kind, number = alone
+            plans = {kind: self._alone(problem, kind, number)}
+            flotillas = list(plans[kind].flotillas)
         return replace(_merged(self.name, plans), flotillas=tuple(flotillas))
+
+    def _alone(self, problem: AllocationProblem, kind: str, number: int) -> Plan:
+        if kind != SEVERAL:
+            return self.inner.allocate(_part(problem, kind, [number]))
+        kinds, least = problem.types_of(number, kind), problem.by_number[number].min_devices
+        return _plan_of(problem, {number: _spread(problem.num_by_kind, kinds, least)}, self.name)
 
 
 def _kinds(problem: AllocationProblem, whole: AllocationProblem) -> Kinds:
@@ -120,12 +127,12 @@ def _mixtures(problem: AllocationProblem) -> Choice:
     largest = max(problem.num_by_kind.values())
     candidates = [c for c in problem.by_number.values() if c.spans_types]
     for c in sorted(candidates, key=lambda c: problem.kept_width(c) is None):
-        share = share_of(problem, c.devices) if problem.kept_width(c) is not None else {}
+        share = share_of(problem, c.devices)
         if c.number in problem.pinned:
             if len(share) > 1:
                 choice[c.number] = share
             continue
-        stays = len(share) > 1 and c.min_devices <= len(c.devices) <= c.widest
+        stays = len(share) > 1 and problem.kept_width(c) is not None
         if not stays and c.min_devices <= largest:
             continue
         if not stays or any(free[kind] < m for kind, m in share.items()):
@@ -224,17 +231,6 @@ def _served(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> list[F
 
 def _only(flotilla: Flotilla, numbers: Container[int]) -> Flotilla:
     return Flotilla(assignments=tuple(a for a in flotilla.assignments if a.number in numbers))
-
-
-def _slowest(problem: AllocationProblem) -> tuple[str, int] | None:
-    """Type and number of the trial that flies where nothing can be served; see `streams`."""
-    found = [
-        (problem.kind_now(c) not in ("", kind), c.rates_on(kind)[c.min_devices - 1], kind, t)
-        for kind, total in problem.num_by_kind.items()
-        for t, c in problem.by_number.items()
-        if c.min_devices <= total
-    ]
-    return min(found)[2:] if found else None
 
 
 CAUTIOUS = ByKind(inner=GreedyAllocator(keep_flying=True))

@@ -28,6 +28,8 @@ _KEEPING = 1.0
 """Worth, in devices, of keeping what one has: else trials would swap devices at each event."""
 _SUITING = 1.0
 """Of the device type that suits a trial best: those get the fast ones who gain most by them."""
+_ANY = 1e-3
+"""Of more devices than are good for it, where it has them: better than to wait."""
 _FLYING = 1e4
 """Of not waiting within an epoch: trials would take turns at each event, and none get anywhere."""
 
@@ -84,17 +86,17 @@ def _gains(
         samples: What it is expected to train still.
     """
     now = problem.kept_width(candidate) or 0
-    is_home = bool(now) and problem.kind_now(candidate) in (kind, "")
-    speed_now = candidate.rate(now) if 0 < now <= candidate.widest else 0.0
+    is_home = bool(now) and problem.kind_now(candidate) == kind
+    speed_now = candidate.rate(now) if now else 0.0
     is_kept = 0 < now <= math.ceil(share)
     flying = _FLYING if now and candidate.is_within_epoch else 0.0
-    for m in candidate.useful_widths(problem.num_devices, kind):
+    for m in problem.widths(candidate, kind):
         rate = candidate.rates_on(kind)[m - 1]
-        is_costly = speed_now and rate > speed_now and not (is_home and m == now)
+        is_costly = 0 < speed_now < rate and not (is_home and m == now)
         if is_costly and candidate.rescale_up_s + samples / rate >= samples / speed_now:
             continue  # it would end no sooner, the move included
         devices, fewest = m * least / share, candidate.min_devices * least / share
-        gain = devices * (fewest + 2 * least - devices)
+        gain = max(_ANY, devices * (fewest + 2 * least - devices))
         gain += _KEEPING if is_kept and rate >= speed_now else 0.0
         yield m, gain + flying
 

@@ -48,11 +48,8 @@ class MipAllocator:
         elder = sum(number < candidate.number for number in problem.by_number)
         extra += _TIE * (1 - elder / len(problem.candidates))
         kept = problem.kept_width(candidate) if problem.kind_now(candidate) == kind else None
-        widths = set(candidate.useful_widths(problem.num_devices, kind))
-        if kept is not None and candidate.min_devices <= kept <= candidate.widest:
-            widths.add(kept)
         alone = max(candidate.rates_on(k)[0] for k in problem.num_by_kind)
         rates = candidate.rates_on(kind)
-        for m in sorted(widths):
+        for m in problem.widths(candidate, kind):
             keeping = self.rescale_penalty if m == kept else 0.0
             yield m, rates[m - 1] / alone + keeping + extra

@@ -222,9 +222,19 @@ class AllocationProblem:
         return kinds if kind == SEVERAL else [kind]
 
     def kept_width(self, candidate: Candidate) -> int | None:
-        """Width at which it can go on where it is; None if it waits or a device is gone."""
-        stays = candidate.devices and self._available.issuperset(candidate.devices)
-        return len(candidate.devices) if stays else None
+        """Width at which it can go on where it is.
+
+        None if it waits, if a device is gone, or if it may not have so few or so many.
+        """
+        m = len(candidate.devices)
+        is_admissible = candidate.min_devices <= m <= candidate.widest
+        return m if m and is_admissible and self._is_there(candidate) else None
+
+    def widths(self, candidate: Candidate, kind: str) -> list[int]:
+        """Widths to choose from on one type: the useful ones, and what it has there."""
+        useful = candidate.useful_widths(self.num_devices, kind)
+        kept = self.kept_width(candidate) if self.kind_now(candidate) == kind else None
+        return sorted({*useful, *([kept] if kept else ())})
 
     @cached_property
     def pinned(self) -> Mapping[int, int]:
@@ -232,8 +242,11 @@ class AllocationProblem:
 
         One that lost a device can't stay; it is treated as if it could move.
         """
-        widths = {t: self.kept_width(c) for t, c in self.by_number.items() if not c.movable}
-        return {t: m for t, m in widths.items() if m is not None}
+        staying = (c for c in self.by_number.values() if not c.movable and c.devices)
+        return {c.number: len(c.devices) for c in staying if self._is_there(c)}
+
+    def _is_there(self, candidate: Candidate) -> bool:
+        return self._available.issuperset(candidate.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

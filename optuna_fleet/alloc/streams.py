@@ -92,18 +92,23 @@ def stream_limit(problem: AllocationProblem) -> float:
         apart = replace(problem, phases=True)  # as it may be: in mid-epoch no stream is merged
         unavoidable = demand(apart, group_widths(apart, pinned))
     else:
-        rates = [
-            (problem.kind_now(c) not in ("", kind), c.rates_on(kind)[c.min_devices - 1])
-            for kind, total in problem.num_by_kind.items()
-            for c in problem.candidates
-            if c.min_devices <= total
-        ] or [
-            (False, c.rates_on(SEVERAL)[c.min_devices - 1])
-            for c in problem.candidates
-            if c.spans_types and c.min_devices <= problem.num_devices
-        ]
-        _, unavoidable = min(rates, default=(False, 0.0))
+        unavoidable, *_ = slowest(problem) or (0.0,)
     return max(problem.preprocess_samples_per_s, unavoidable)
+
+
+def slowest(problem: AllocationProblem) -> tuple[float, str, int] | None:
+    """Rate, device type and number of the trial that flies where nothing can be served."""
+    found = [
+        (problem.kind_now(c) not in ("", kind), c.rates_on(kind)[c.min_devices - 1], kind, number)
+        for kind, total in problem.num_by_kind.items()
+        for number, c in problem.by_number.items()
+        if c.min_devices <= total
+    ] or [
+        (False, c.rates_on(SEVERAL)[c.min_devices - 1], SEVERAL, number)
+        for number, c in problem.by_number.items()
+        if c.spans_types and c.min_devices <= problem.num_devices
+    ]
+    return min(found)[1:] if found else None
 
 
 def serves(

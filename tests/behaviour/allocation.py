@@ -116,18 +116,20 @@ def problems(
     ):
         rates = draw(rate_curves(max_devices))
         min_devices = draw(st.integers(1, min(2, len(rates))))
-        flying = draw(st.integers(0, min(3, len(rates), len(free))))
-        flying = flying if flying >= min_devices else 0
+        flying = draw(st.integers(0, min(3, len(rates), len(free))))  # maybe too few, or too many
         candidates.append(
             Candidate(
                 number=number,
                 rates=rates,
                 devices=tuple(free.pop() for _ in range(flying)),
                 min_devices=min_devices,
-                max_devices=draw(st.none() | st.integers(max(min_devices, flying), 8)),
+                max_devices=draw(st.none() | st.integers(min_devices, 8)),
                 waited_rounds=draw(st.integers(0, 3)),
                 epochs_done=draw(st.integers(0, 2)),
                 movable=not (pinning and flying and draw(st.booleans())),
+                is_within_epoch=flying > 0 and draw(st.booleans()),
+                rescale_up_s=draw(st.sampled_from([0.0, 1.0, 50.0])),
+                samples_per_epoch=draw(st.sampled_from([1.0, 1000.0])),
             )
         )
     spread = draw(st.sampled_from([1.0, 1.3, 2.0, 8.0, math.inf]))

@@ -110,6 +110,20 @@ def test_no_device_idles_while_a_trial_waits_that_could_use_it(problem: Allocati
         assert all(c.min_devices > idle for c in waiting), name
 
 
+@every_policy_at_events
+@pytest.mark.parametrize("is_within_epoch", [True, False])
+def test_nobody_waits_because_it_can_not_or_should_not_stay_as_it_is(
+    policy: Any, is_within_epoch: bool
+) -> None:
+    """However little it has left, and whatever a move costs."""
+    little = {"samples_per_epoch": 1.0, "rescale_up_s": 500.0, "is_within_epoch": is_within_epoch}
+    needs_more = trial(1, devices=(0,), min_devices=4, **little)
+    needs_less = trial(1, (10.0, 19.0, 1.0), devices=(0, 1, 2), max_devices=2, **little)
+    is_slower = trial(1, (90.0, 70.0), devices=(0, 1), **little)
+    for alone in (needs_more, needs_less, is_slower):
+        assert 1 in widths(asked(policy, problem_of(alone)))
+
+
 @pytest.mark.parametrize("policy", ALL_POLICIES.values(), ids=ALL_POLICIES.keys())
 def test_without_devices_all_wait_and_the_plan_says_so(policy: Any) -> None:
     plan = asked(policy, problem_of(trial(1), nodes=((), ())))
@@ -259,6 +273,8 @@ def test_no_widths_are_worth_more(
         rates = [0.0, *candidate.rates]
         unit = candidate.rates[0] if policy.objective == "scaling-efficiency" else 1.0
         now = len(candidate.devices)
+        if not candidate.min_devices <= now <= candidate.widest:
+            now = 0  # it has to leave them, so that costs nothing
         cost_s = up_s if m > now else down_s if m < now else 0.0
         return float((policy.forward_looking_s * rates[m] - rates[now] * cost_s) / unit)
 

@@ -241,4 +241,5 @@ def _limited(problem: AllocationProblem, measured: float) -> AllocationProblem:
 
 def _least(problem: AllocationProblem, candidate: Candidate) -> int:
     """Devices that it has, or has to have."""
-    return min(problem.kept_width(candidate) or candidate.min_devices, candidate.widest)
+    pinned = problem.pinned.get(candidate.number)
+    return pinned or problem.kept_width(candidate) or candidate.min_devices
