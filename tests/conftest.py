@@ -21,8 +21,8 @@ from tests.nursery import Nursery, processes_start_afresh
 
 gc.disable()  # while modules are imported, of which nothing is to be freed
 
-# On a busy machine an example may take any time, and so may its making. With EXPLORE=1 the examples
-# are others at each run.
+# On a busy machine an example may take any time, and so may its making. With EXPLORE=1 there are
+# other examples at each run.
 hypothesis.settings.register_profile(
     "untimed",
     deadline=None,
