@@ -151,6 +151,26 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert sorted(listed) == sorted(page.name for page in PAGES[1:])
 
 
+def test_pages_and_files_that_are_named_are_there() -> None:
+    for folder in ("optuna_fleet", "benchmarks", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"docs/(\w+\.md)", file.read_text()):
+                assert (ROOT / "docs" / page).exists(), f"{file}: {page}"
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", text)
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / "optuna_fleet" / name).exists()] == []
+
+
+def test_links_of_the_readme_lead_to_sections() -> None:
+    links = re.findall(r"\]\(docs/(\w+\.md)#([\w-]+)\)", PAGES[0].read_text())
+    assert len(links) > 10
+    for page, section in links:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / "docs" / page).read_text(), re.M)
+        slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert section in slugs, (page, section)
+
+
 def test_the_reference_has_all_that_the_package_offers() -> None:
     named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
     found = [pkgutil.resolve_name(name) for name in named]  # a module that moved is an error
