@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 
+from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.arguments import (
     asks_what_was_meant,
     check_choice,
@@ -93,7 +94,7 @@ class FleetExecutor:
         pipeline: SharedPipeline | None = None,
         *,
         devices: int | None = None,
-        device_type: Literal["cpu", "cuda"] | None = None,
+        device_type: str | None = None,
         policy: str | Policy = "elastic",
         cluster: str | Cluster = "local",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -116,10 +117,10 @@ class FleetExecutor:
         if isinstance(devices, (str, list, tuple)):
             raise FleetConfigError(
                 f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
-                "visible: the variable CUDA_VISIBLE_DEVICES says which these are."
+                f"visible: the variable {ACCELERATORS[0].visible} says which these are."
             )
         check_number("devices", devices, least=1, most=10_000, whole=True, optional=True)
-        check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
+        check_choice("device_type", device_type, device_types(), optional=True)
         chosen_cluster = _cluster_of(cluster)
         seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", seed, least=0, whole=True)
