@@ -21,7 +21,8 @@ from optuna_fleet.arguments import (
     path,
     plain,
 )
-from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.inline import InlineCluster
@@ -247,7 +248,7 @@ class FleetExecutor:
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
-        lock = None if root is None else FolderLock(root)
+        lock = None if root is None else Store(root).hold()
         is_recorded = is_recorded and root is not None
         loop = Loop(
             study,
