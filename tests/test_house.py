@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -115,6 +116,26 @@ def test_virtual_workers_have_one_seam() -> None:
     used = {name for path in others for name in imported(path) if name in MODULES}
     seam = {f"{room}.{name}" for name in ("engine.pipeline", "engine.staging", "engine.whole")}
     assert {name for name in used if name.startswith(room)} <= seam
+
+
+def test_one_module_names_accelerators() -> None:
+    """Docstrings may, where a user is told what to write."""
+    names = ("cuda", "nccl", "nvidia")
+    for module in MODULES.keys() - {"optuna_fleet.accelerator"}:
+        told = [text for text in said_by(MODULES[module]) if any(n in text.lower() for n in names)]
+        assert told == [], module
+
+
+def said_by(path: Path) -> Iterator[str]:
+    """All names and strings of a module but its docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and node not in docstrings:
+            yield str(node.value)
+        yield from (
+            str(vars(node)[at]) for at in ("id", "attr", "name", "arg") if at in vars(node)
+        )
 
 
 def test_the_pipeline_knows_nothing_of_images() -> None:

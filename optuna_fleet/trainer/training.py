@@ -81,7 +81,7 @@ class Training:
         self._run = session.run
         self._pipeline = pipeline
         self._waited_s = pipeline.waited_s if pipeline else 0.0
-        self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
         self.objects: list[Any] = []

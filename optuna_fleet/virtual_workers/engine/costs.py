@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
@@ -125,7 +126,7 @@ def _counting_kept(layer: nn.Module) -> Iterator[dict[int, int]]:
 
 def _now(device: torch.device) -> float:
     if device.type != "cpu":
-        torch.cuda.synchronize(device)
+        accelerator_of(device.type).module.synchronize(device)
     return time.perf_counter()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.trainer.nested import map_tensors, tensors_in
 from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.virtual_workers.engine.stage_messages import Targets, Tensors
@@ -170,7 +171,7 @@ class Noise:
         np.random.seed(of_numpy % 2**32)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
-            torch.cuda.manual_seed(seed)
+            accelerator_of(self._device.type).module.manual_seed(seed)
 
     def _end(self, *_: Any) -> None:
         self._depth -= 1

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group, group_size
@@ -201,8 +202,9 @@ def memory_of_device(device: torch.device) -> float:
     """What a stage may take there; nothing is known of a CPU's."""
     if device.type == "cpu":
         return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return _OF_GPU * (free + torch.cuda.memory_reserved(device))
+    gpu = accelerator_of(device.type).module
+    free, _ = gpu.mem_get_info(device)
+    return _OF_GPU * float(free + gpu.memory_reserved(device))
 
 
 def _placement(
