@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor, nn
 
-from optuna_fleet.virtual_workers.engine import costs
+from optuna_fleet.virtual_workers import layer_costs as costs
 
 _LOOK_S = 1e-6
 

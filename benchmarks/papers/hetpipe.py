@@ -21,25 +21,24 @@ from pathlib import Path
 
 from benchmarks.papers.models import BATCH_SIZE, SPEEDS, cluster, layers_of
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
-from optuna_fleet.virtual_workers.layouts.contention import partitions_under_load
-from optuna_fleet.virtual_workers.layouts.distribution import (
+from optuna_fleet.virtual_workers.layouts import (
     Workers,
     equal_distribution,
     hybrid_distribution,
     node_partition,
 )
-from optuna_fleet.virtual_workers.layouts.servers import Servers, sync_seconds
 from optuna_fleet.virtual_workers.partition import (
     Layers,
     Link,
     Links,
     Partition,
     PartitionProblem,
-    largest_in_flight,
+    partition_of,
 )
-from optuna_fleet.virtual_workers.partition.partition_problem import partition_of
+from optuna_fleet.virtual_workers.partitioner import largest_in_flight
+from optuna_fleet.virtual_workers.predictions import Servers, partitions_under_load, sync_seconds
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
-from optuna_fleet.virtual_workers.wsp.schedules import WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import WaveSynchronous
 
 TITLE = "HetPipe"
 ABOUT = (

@@ -33,8 +33,7 @@ from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
-from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
-from optuna_fleet.virtual_workers.engine.staging import make_pipeline
+from optuna_fleet.virtual_workers import Pipeline, make_pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
 
@@ -222,6 +221,7 @@ class Training:
             )
         pipeline = make_pipeline(model, optimizer, loss, options, self._parts, self._loader)
         self.in_stages = pipeline
+        self._kept.in_parts = pipeline.holding
         self._prepared.modules.append(model)
         for thing in pipeline.objects:
             self._kept.add(thing)

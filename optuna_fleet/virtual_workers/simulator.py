@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from optuna_fleet.virtual_workers.wsp.schedules import Schedule
-from optuna_fleet.virtual_workers.wsp.turns import Pass, Turn, Turns, held_minibatches
+from optuna_fleet.virtual_workers.wsp import Pass, Schedule, Turn, Turns, held_minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,21 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.virtual_workers.layouts.contention import best_partitions, partitions_under_load
-from optuna_fleet.virtual_workers.layouts.distribution import (
-    distributions,
-    equal_distribution,
-    hybrid_distribution,
-    node_partition,
-)
-from optuna_fleet.virtual_workers.layouts.flushed import (
+from optuna_fleet.virtual_workers.layouts import (
     FlushedProblem,
     best_flushed_layout,
+    distributions,
+    equal_distribution,
     flushed_s,
+    hybrid_distribution,
+    node_partition,
     shares_of,
 )
-from optuna_fleet.virtual_workers.layouts.prediction import pipeline_rate, waves_rate
-from optuna_fleet.virtual_workers.layouts.servers import Servers, sync_seconds
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -30,10 +25,18 @@ from optuna_fleet.virtual_workers.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
-    best_partition,
+)
+from optuna_fleet.virtual_workers.partitioner import best_partition
+from optuna_fleet.virtual_workers.predictions import (
+    Servers,
+    best_partitions,
+    partitions_under_load,
+    pipeline_rate,
+    sync_seconds,
+    waves_rate,
 )
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
-from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
 WEIGHTLESS = Memory(copies=0, keeps_versions=False)

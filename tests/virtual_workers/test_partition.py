@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_mip import best_partition_by_mip, orders
 
-from optuna_fleet.virtual_workers.layouts.contention import best_partitions
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -18,10 +17,10 @@ from optuna_fleet.virtual_workers.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
-    best_partition,
-    largest_in_flight,
+    partition_of,
 )
-from optuna_fleet.virtual_workers.partition.partition_problem import partition_of
+from optuna_fleet.virtual_workers.partitioner import best_partition, largest_in_flight
+from optuna_fleet.virtual_workers.predictions import best_partitions
 
 
 def brute_force(problem):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 
 from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.virtual_workers.wsp.turns import Pass
+from optuna_fleet.virtual_workers.wsp import Pass
 from tests.fleets import Leg, fleet_of, run
 
 LR, BATCH = 0.05, 10
@@ -80,7 +80,7 @@ def records(trial: Any, *, folder: Path, distance: int, slow_s: float) -> float:
         rounds.append({"told": told, "batches": batches, "losses": losses})
         batches = []
     trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
-    holding = pipeline._holding
+    holding = pipeline.holding
     holding.gather()
     if trial.rank == 0:
         torch.save(

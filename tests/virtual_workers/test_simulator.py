@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
-from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 
 def stages(*seconds, **syncs):

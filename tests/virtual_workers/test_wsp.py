@@ -4,15 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.virtual_workers.wsp.pieces import pieces_of, pieces_within
-from optuna_fleet.virtual_workers.wsp.schedules import (
+from optuna_fleet.virtual_workers.directory import pieces_of, pieces_within
+from optuna_fleet.virtual_workers.wsp import (
     Flush,
+    Pass,
     Tag,
+    Turn,
+    Turns,
     WaveSynchronous,
     check_clocks,
+    held_minibatches,
     tag_of,
 )
-from optuna_fleet.virtual_workers.wsp.turns import Pass, Turn, Turns, held_minibatches
 
 F, B = Pass.FORWARD, Pass.BACKWARD
 

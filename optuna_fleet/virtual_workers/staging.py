@@ -13,11 +13,11 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.widths import Bounds
-from optuna_fleet.virtual_workers.engine.agreement import writes_weights
-from optuna_fleet.virtual_workers.engine.blocks import blocks_of
-from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
-from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.engine.whole import check_owned
+from optuna_fleet.virtual_workers.agreement import writes_weights
+from optuna_fleet.virtual_workers.layer_costs import blocks_of
+from optuna_fleet.virtual_workers.pipeline import Pipeline
+from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
+from optuna_fleet.virtual_workers.whole import check_owned
 
 
 def make_pipeline(

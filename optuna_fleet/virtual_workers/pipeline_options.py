@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from optuna_fleet.arguments import check_choice, check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.virtual_workers.layouts.distribution import LAYOUTS
+from optuna_fleet.virtual_workers.layouts import LAYOUTS
 
 _PARTS = 4
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.trainer.nested import map_tensors, to_device
-from optuna_fleet.virtual_workers.engine.directory import Directory
-from optuna_fleet.virtual_workers.engine.framing import Inbound, Lane, Outbound
-from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.framing import Inbound, Lane, Outbound
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer
+from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Address,
     Gradients,

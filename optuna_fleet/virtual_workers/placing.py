@@ -17,23 +17,22 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.virtual_workers.engine.agreement import names_by_piece
-from optuna_fleet.virtual_workers.engine.column_sums import Columns, parted
-from optuna_fleet.virtual_workers.engine.costs import LayerCost, layer_costs, measured_links
-from optuna_fleet.virtual_workers.engine.directory import Directory
-from optuna_fleet.virtual_workers.engine.edges import Edges
-from optuna_fleet.virtual_workers.engine.passes import Loss, Noise
-from optuna_fleet.virtual_workers.engine.stage_messages import Gradients, Message, StageAddress
-from optuna_fleet.virtual_workers.engine.stage_placement import (
+from optuna_fleet.virtual_workers.agreement import Columns, names_by_piece, parted
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.edges import Edges
+from optuna_fleet.virtual_workers.layer_costs import LayerCost, layer_costs, measured_links
+from optuna_fleet.virtual_workers.partition import DoesNotFit
+from optuna_fleet.virtual_workers.stage import Loss, Noise
+from optuna_fleet.virtual_workers.stage_messages import Gradients, Message, StageAddress
+from optuna_fleet.virtual_workers.stage_placement import (
     WIRE,
     Demand,
     Placement,
     Ranks,
     TooManyDevices,
 )
-from optuna_fleet.virtual_workers.engine.tied import Shared, Ties, shared_parameters
-from optuna_fleet.virtual_workers.engine.whole import HeldModel, part_of
-from optuna_fleet.virtual_workers.partition import DoesNotFit
+from optuna_fleet.virtual_workers.tied import Shared, Ties, shared_parameters
+from optuna_fleet.virtual_workers.whole import HeldModel, part_of
 
 Need = Callable[[int], NoReturn]
 """Has the trial begin anew on so many devices."""

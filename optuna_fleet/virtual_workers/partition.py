@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.alloc.problem import repeated
 from optuna_fleet.exceptions import FleetError
-from optuna_fleet.virtual_workers.wsp.turns import held_minibatches
+from optuna_fleet.virtual_workers.wsp import held_minibatches
 
 
 class DoesNotFit(FleetError):  # noqa: N818 - names what is the matter, as AllocationFailed does
@@ -82,6 +82,10 @@ class StageDevice:
     node: int
     kind: str
     memory_bytes: float = float("inf")
+
+
+Workers = tuple[tuple[StageDevice, ...], ...]
+"""Devices of each virtual worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

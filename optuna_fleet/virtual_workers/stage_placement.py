@@ -10,22 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from optuna_fleet.virtual_workers.engine.costs import LayerCost
-from optuna_fleet.virtual_workers.layouts.contention import (
-    best_partitions,
-    partitions_under_load,
-)
-from optuna_fleet.virtual_workers.layouts.distribution import (
-    Workers,
-    distributions,
-)
-from optuna_fleet.virtual_workers.layouts.flushed import (
+from optuna_fleet.virtual_workers.layer_costs import LayerCost
+from optuna_fleet.virtual_workers.layouts import (
     FlushedLayout,
     FlushedProblem,
     best_flushed_layout,
+    distributions,
 )
-from optuna_fleet.virtual_workers.layouts.prediction import waves_rate
-from optuna_fleet.virtual_workers.layouts.servers import Servers, can_be_local
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -35,6 +26,14 @@ from optuna_fleet.virtual_workers.partition import (
     Partition,
     PartitionProblem,
     StageDevice,
+    Workers,
+)
+from optuna_fleet.virtual_workers.predictions import (
+    Servers,
+    best_partitions,
+    can_be_local,
+    partitions_under_load,
+    waves_rate,
 )
 
 WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, with Python's part

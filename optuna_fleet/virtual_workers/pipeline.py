@@ -16,22 +16,25 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.virtual_workers.engine.blocks import blocks_of
-from optuna_fleet.virtual_workers.engine.column_sums import Meeting
-from optuna_fleet.virtual_workers.engine.construction import Construction
-from optuna_fleet.virtual_workers.engine.evaluation import Evaluation, Metric, is_evaluated
-from optuna_fleet.virtual_workers.engine.microbatches import Microbatch, microbatches
-from optuna_fleet.virtual_workers.engine.passes import Loss
-from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.engine.placing import Need, Placed, memory_of_device, place
-from optuna_fleet.virtual_workers.engine.stage import PassDone, PipelineStage
-from optuna_fleet.virtual_workers.engine.stage_messages import Inputs, Targets
-from optuna_fleet.virtual_workers.engine.stage_placement import Demand, memory_of
-from optuna_fleet.virtual_workers.engine.tied import shared_bytes
-from optuna_fleet.virtual_workers.engine.updates import SgdRule
-from optuna_fleet.virtual_workers.engine.versions import VersionedWeights, Weights
-from optuna_fleet.virtual_workers.engine.whole import HeldModel, WholeModel, WholeOptimizer
-from optuna_fleet.virtual_workers.wsp.turns import Pass, Turn
+from optuna_fleet.virtual_workers.agreement import Meeting
+from optuna_fleet.virtual_workers.batches import (
+    Evaluation,
+    Metric,
+    Microbatch,
+    is_evaluated,
+    microbatches,
+)
+from optuna_fleet.virtual_workers.construction import Construction
+from optuna_fleet.virtual_workers.layer_costs import blocks_of
+from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
+from optuna_fleet.virtual_workers.placing import Need, Placed, memory_of_device, place
+from optuna_fleet.virtual_workers.stage import Loss, PassDone, PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import Inputs, Targets
+from optuna_fleet.virtual_workers.stage_placement import Demand, memory_of
+from optuna_fleet.virtual_workers.tied import shared_bytes
+from optuna_fleet.virtual_workers.versions import SgdRule, VersionedWeights, Weights
+from optuna_fleet.virtual_workers.whole import HeldModel, WholeModel, WholeOptimizer
+from optuna_fleet.virtual_workers.wsp import Pass, Turn
 
 
 class Pipeline:
@@ -57,8 +60,8 @@ class Pipeline:
         self._parts = parts
         self._need = need
         self._names = tuple(name for name, _ in model.named_parameters())
-        self._holding = HeldModel(model, optimizer)
-        self._holding.settle = self.flush
+        self.holding = HeldModel(model, optimizer)
+        self.holding.settle = self.flush
         if not options.is_flushed:
             SgdRule(optimizer, ())  # refuses others
         self._own: Construction | None = None
@@ -67,7 +70,7 @@ class Pipeline:
         self._num_begun = 0  # of this virtual worker's minibatches, since then
         self._losses: deque[Tensor] = deque()
         self._progress = _Progress(self, model)
-        self.objects = (WholeModel(self._holding), WholeOptimizer(self._holding), self._progress)
+        self.objects = (WholeModel(self.holding), WholeOptimizer(self.holding), self._progress)
 
     @property
     def num_stages(self) -> int:
@@ -130,7 +133,7 @@ class Pipeline:
         self._parts.session.check()
         self._parts.weights.begin("pipeline.step")
         own = self._place(inputs, targets)
-        self._holding.heed_groups()
+        self.holding.heed_groups()
         with own.placed.naming_errors():
             if own.rule is None:
                 return self._step_and_flush(own, inputs, targets)
@@ -319,7 +322,7 @@ class Pipeline:
                 untied=blocks_of(self._model, may_part_ties=False),
                 tied_bytes=shared_bytes(self._model),
             )
-            placed = place(self._holding, self._loss, batch, demand, self._parts, self._need)
+            placed = place(self.holding, self._loss, batch, demand, self._parts, self._need)
             given = self._model, self._optimizer, self._loss, self._names, options
             self._own = Construction(*given, placed)
             self._host(self._own)

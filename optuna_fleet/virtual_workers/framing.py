@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.nested import map_tensors
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Address,
     Gradients,
@@ -30,7 +30,7 @@ from optuna_fleet.virtual_workers.engine.stage_messages import (
     Snapshot,
     StageAddress,
 )
-from optuna_fleet.virtual_workers.wsp.schedules import Tag
+from optuna_fleet.virtual_workers.wsp import Tag
 
 
 class Lane(IntEnum):

@@ -1,19 +1,21 @@
-"""Batches that are not trained on: they follow each other through a pipeline without a wait."""
+"""A batch in the parts that go through a pipeline; and batches that are not trained on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.trainer.nested import to_device
-from optuna_fleet.virtual_workers.engine.microbatches import num_samples
-from optuna_fleet.virtual_workers.engine.placing import Placed
-from optuna_fleet.virtual_workers.engine.stage_messages import Activations, Message
-from optuna_fleet.virtual_workers.wsp.schedules import Tag
+from optuna_fleet.trainer.nested import map_tensors, to_device
+from optuna_fleet.virtual_workers.placing import Placed
+from optuna_fleet.virtual_workers.stage_messages import Activations, Message
+from optuna_fleet.virtual_workers.wsp import Tag
 
 Metric = Callable[[Any, Any], Any]
 _SAMPLES = "number of samples"
@@ -73,3 +75,56 @@ class Evaluation:
         size = sums.pop(_SAMPLES, 0.0)
         means = {name: total / size for name, total in sums.items()}
         return means.get("", math.nan) if means.keys() <= {""} else means
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Some samples of a batch, and their share in the mean over it."""
+
+    inputs: Any
+    targets: Any
+    weight: float
+
+
+def num_samples(values: Any) -> int:
+    """Length of the first tensor's first dimension.
+
+    Raises:
+        FleetConfigError: There is none.
+    """
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.extend(tensor.shape[:1])
+        return tensor
+
+    map_tensors(values, note)
+    if not sizes or not sizes[0]:
+        raise FleetConfigError(
+            f"The inputs are {values!r:.80}, but must be a batch: tensors, also in dicts, lists "
+            "and tuples, whose first dimension counts its samples."
+        )
+    return sizes[0]
+
+
+def microbatches(inputs: Any, targets: Any, number: int) -> Iterator[Microbatch]:
+    """So many of them, whose sizes differ by 1 at most.
+
+    A batch of fewer samples has stand-ins of weight 0. Tensors of another length go along whole.
+    """
+    size = num_samples(inputs)
+    for place in range(number):
+        if size >= number:
+            first, end = place * size // number, (place + 1) * size // number
+            weight = (end - first) / size
+        else:
+            first = min(place, size - 1)
+            end, weight = first + 1, float(place < size) / size
+        yield Microbatch(_cut(inputs, first, end, size), _cut(targets, first, end, size), weight)
+
+
+def _cut(values: Any, first: int, end: int, size: int) -> Any:
+    def some(tensor: Tensor) -> Tensor:
+        return tensor[first:end] if tensor.shape[:1] == (size,) else tensor
+
+    return map_tensors(values, some)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from optuna_fleet.virtual_workers.wsp.schedules import Tag
+from optuna_fleet.virtual_workers.wsp import Tag
 
 Tensors = Mapping[str, Tensor]
 """By the name of the parameter in the whole model."""
@@ -109,3 +109,9 @@ class Transport(Protocol):
 
     def send(self, sender: Address, to: Address, message: Message) -> None:
         """Return at once; what the message refers to is not changed afterwards."""
+
+
+def added(some: Tensors, others: Tensors) -> dict[str, Tensor]:
+    """By name, out of place; what is in one of them only is taken as it is."""
+    sums = {n: some[n] + other if n in some else other for n, other in others.items()}
+    return {**some, **sums}

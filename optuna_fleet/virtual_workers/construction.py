@@ -11,21 +11,20 @@ from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.groups import group_size, wire_device
-from optuna_fleet.virtual_workers.engine.agreement import Agreement, Statistics, names_by_piece
-from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer, ServerClient
-from optuna_fleet.virtual_workers.engine.passes import Loss
-from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.engine.placing import Placed
-from optuna_fleet.virtual_workers.engine.stage import Observer, PipelineStage
-from optuna_fleet.virtual_workers.engine.stage_messages import ServerAddress
-from optuna_fleet.virtual_workers.engine.updates import SgdRule
-from optuna_fleet.virtual_workers.engine.versions import (
+from optuna_fleet.virtual_workers.agreement import Agreement, Statistics, names_by_piece
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer, ServerClient
+from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
+from optuna_fleet.virtual_workers.placing import Placed
+from optuna_fleet.virtual_workers.stage import Loss, Observer, PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import ServerAddress
+from optuna_fleet.virtual_workers.versions import (
     FlushedWeights,
+    SgdRule,
     VersionedWeights,
     Weights,
 )
-from optuna_fleet.virtual_workers.engine.whole import parameters_of, part_of
-from optuna_fleet.virtual_workers.wsp.schedules import Flush, Schedule, WaveSynchronous
+from optuna_fleet.virtual_workers.whole import parameters_of, part_of
+from optuna_fleet.virtual_workers.wsp import Flush, Schedule, WaveSynchronous
 
 _HOOKS = "_post_accumulate_grad_hooks"
 

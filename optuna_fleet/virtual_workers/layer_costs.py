@@ -1,4 +1,7 @@
-"""What is measured before layers are placed: what each costs on a device, how fast links are."""
+"""What is measured before layers are placed: what each costs on a device, how fast links are.
+
+And where a model can be cut.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.randomness import own_randomness
-from optuna_fleet.virtual_workers.engine.agreement import leaves_something
-from optuna_fleet.virtual_workers.engine.passes import Loss, leaf_of
+from optuna_fleet.virtual_workers.agreement import leaves_something
 from optuna_fleet.virtual_workers.partition import Link, Links
+from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 
 _REPEATS = 3
 _NUM_BYTES = 2**20  # of a long message
@@ -173,3 +176,33 @@ def _there_and_back_s(num_bytes: int, there: int, group: Any, *, starts: bool) -
             dist.send(message, there, group=group)
         taken.append(time.perf_counter() - began)
     return min(taken)
+
+
+def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:
+    """Where runs of layers end that can't be cut, as they share something.
+
+    Args:
+        model: Its layers.
+        may_part_ties: Whether layers that share a parameter may be in several stages. Those that
+            share a module with parameters or buffers never are.
+    """
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for place, layer in enumerate(model):
+        for key in _held_by(layer, may_part_ties=may_part_ties):
+            first.setdefault(key, place)
+            last[key] = place
+    spans = [(first[key], last[key]) for key in first]
+    return tuple(
+        end
+        for end in range(1, len(model) + 1)
+        if not any(begins < end <= ends for begins, ends in spans)
+    )
+
+
+def _held_by(layer: nn.Module, *, may_part_ties: bool) -> Iterator[int]:
+    for module in layer.modules():
+        if module._parameters or module._buffers:
+            yield id(module)
+    if not may_part_ties:
+        yield from map(id, layer.parameters())

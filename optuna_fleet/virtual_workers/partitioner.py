@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.virtual_workers.partition.partition_problem import (
+from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Link,
     Partition,
@@ -45,7 +45,7 @@ def largest_in_flight(problem: PartitionProblem) -> int:
     """Most minibatches in flight for which some partition fits (section 4: Max_m), at most 2k - 1.
 
     More than 2k - 1 would keep the pipeline no fuller: see
-    :func:`optuna_fleet.virtual_workers.wsp.turns.held_minibatches`.
+    :func:`optuna_fleet.virtual_workers.wsp.held_minibatches`.
 
     Args:
         problem: Its `in_flight` is not looked at.
