@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
-    Layers,
-    Links,
-    Memory,
     Partition,
     PartitionProblem,
     StageDevice,
@@ -28,6 +25,7 @@ from optuna_fleet.virtual_workers.wsp import held_minibatches
 LAYOUTS = ("NP", "ED", "HD", "ED-local")
 """As published; ED-local is ED with the parameters of a stage on the stage's node."""
 
+_ASKED = "stages were asked for, or layers keep what they have seen"
 _MOST_NODES_TO_PAIR = 10
 """945 ways; more nodes are paired strongest with weakest."""
 
@@ -162,29 +160,6 @@ def _unlikeness(pairing: Pairing, speeds: Mapping[str, float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedProblem:
-    """A trial has these devices, and uses all of them.
-
-    Attributes:
-        layers: What its layers cost, for one part of a batch.
-        devices: Those it has.
-        num_parts: Parts of a batch.
-        links: Ways between the devices.
-        memory: What a stage takes.
-        may_replicate: Whether each device may have the whole model.
-        exchanged_bytes: What a pipeline sends at each flush, beside what goes from stage to stage.
-    """
-
-    layers: Layers
-    devices: tuple[StageDevice, ...]
-    num_parts: int
-    links: Links = field(default_factory=Links)
-    memory: Memory = field(default_factory=lambda: Memory(keeps_versions=False))
-    may_replicate: bool = True
-    exchanged_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlushedLayout:
     """N x 1 or 1 x k.
 
@@ -203,15 +178,23 @@ class FlushedLayout:
     reason: str = ""
 
 
-def best_flushed_layout(problem: FlushedProblem) -> FlushedLayout:
+def best_flushed_layout(
+    problem: PartitionProblem, *, may_replicate: bool = True, exchanged_bytes: float = 0.0
+) -> FlushedLayout:
     """The layout that is expected to be faster.
+
+    Args:
+        problem: Of the layers of one part of a batch.
+        may_replicate: Whether each device may have the whole model.
+        exchanged_bytes: What a pipeline sends at each flush, beside what goes from stage to stage.
 
     Raises:
         DoesNotFit: Neither fits.
     """
-    num, (whole, why_not) = len(problem.devices), replicated(problem)
+    num = len(problem.devices)
+    whole, why_not = _replicated(problem) if may_replicate else (None, _ASKED)
     try:
-        stages = pipelined(problem)
+        stages = _pipelined(problem, exchanged_bytes)
     except DoesNotFit as error:
         if whole is None:
             raise
@@ -226,17 +209,15 @@ def best_flushed_layout(problem: FlushedProblem) -> FlushedLayout:
     )
 
 
-def replicated(problem: FlushedProblem) -> tuple[FlushedLayout | None, str]:
+def _replicated(problem: PartitionProblem) -> tuple[FlushedLayout | None, str]:
     """Each device with the whole model and some of the parts; or None, and why not."""
     layers, devices = problem.layers, problem.devices
-    if not problem.may_replicate:
-        return None, "stages were asked for, or layers keep what they have seen"
-    if len(devices) > problem.num_parts:
-        return None, f"a batch has {problem.num_parts} parts"
+    if len(devices) > problem.in_flight:
+        return None, f"a batch has {problem.in_flight} parts"
     if not fits_on_each(layers, devices, problem.memory):
         return None, "the model does not fit on each device"
     part_s = [sum(layers.forward_s[d.kind]) + sum(layers.backward_s[d.kind]) for d in devices]
-    shares = shares_of(part_s, problem.num_parts)
+    shares = shares_of(part_s, problem.in_flight)
     slowest_s = max(share * one_s for share, one_s in zip(shares, part_s, strict=True))
     sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, problem.links)
     return FlushedLayout(shares=shares, batch_s=slowest_s + sync_s), ""
@@ -256,7 +237,7 @@ def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def pipelined(problem: FlushedProblem) -> FlushedLayout:
+def _pipelined(problem: PartitionProblem, exchanged_bytes: float) -> FlushedLayout:
     """A stage on each device; where memory is short, stages may hold fewer parts at a time.
 
     Raises:
@@ -268,32 +249,26 @@ def pipelined(problem: FlushedProblem) -> FlushedLayout:
             f"{num} devices are more than the {len(problem.layers)} stages that the model can be "
             "cut into."
         )
-    freest, least_s = _pipeline(problem, held=1)
+    freest, least_s = _pipeline(problem, exchanged_bytes, held=1)
     found = [freest]
     # More than 2 k - 1 keep it no fuller.
-    for held in (problem.num_parts, *range(min(problem.num_parts, 2 * num - 1) - 1, 1, -1)):
+    for held in (problem.in_flight, *range(min(problem.in_flight, 2 * num - 1) - 1, 1, -1)):
         with suppress(DoesNotFit):
-            layout, slowest_s = _pipeline(problem, held)
+            layout, slowest_s = _pipeline(problem, exchanged_bytes, held)
             found.append(layout)
             if slowest_s <= least_s:
                 break
     return min(found, key=lambda layout: layout.batch_s)
 
 
-def _pipeline(problem: FlushedProblem, held: int) -> tuple[FlushedLayout, float]:
+def _pipeline(
+    problem: PartitionProblem, exchanged_bytes: float, held: int
+) -> tuple[FlushedLayout, float]:
     """The best one whose stages hold so many parts, and the time of its slowest stage."""
-    partition = best_partition(
-        PartitionProblem(
-            layers=problem.layers,
-            devices=problem.devices,
-            in_flight=held,
-            links=problem.links,
-            memory=problem.memory,
-        )
-    )
+    partition = best_partition(replace(problem, in_flight=held))
     stage_s = [stage.seconds for stage in partition.stages]
-    exchange_s = all_reduce_s(problem.exchanged_bytes, problem.devices, problem.links)
-    batch_s = flushed_s(stage_s, problem.num_parts, held) + exchange_s
+    exchange_s = all_reduce_s(exchanged_bytes, problem.devices, problem.links)
+    batch_s = flushed_s(stage_s, problem.in_flight, held) + exchange_s
     layout = FlushedLayout(partition=partition, held=held, batch_s=batch_s)
     return layout, partition.slowest_s
 

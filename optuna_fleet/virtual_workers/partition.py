@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optuna_fleet.alloc.problem import repeated
 from optuna_fleet.exceptions import FleetError
 from optuna_fleet.virtual_workers.wsp import held_minibatches
 
@@ -26,10 +24,6 @@ class Layers:
             that come back are as large. That behind the last layer counts for nothing.
         parameter_bytes: Size of each layer's parameters.
         kept_bytes: What each layer keeps between a forward pass and its backward pass.
-
-    Raises:
-        ValueError: There are no layers, a list is not of length L, a number is negative or not
-            finite, or the device types of the two passes differ.
     """
 
     forward_s: Mapping[str, tuple[float, ...]]
@@ -37,30 +31,6 @@ class Layers:
     cut_bytes: tuple[float, ...]
     parameter_bytes: tuple[float, ...]
     kept_bytes: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.cut_bytes:
-            raise ValueError("The value of `cut_bytes` is empty, but there must be a layer.")
-        if self.forward_s.keys() != self.backward_s.keys() or not self.forward_s:
-            raise ValueError(
-                f"The value of `forward_s` is for {sorted(self.forward_s)}, that of `backward_s` "
-                f"for {sorted(self.backward_s)}, but they must be for the same device types."
-            )
-        for name, numbers in self._named():
-            if len(numbers) != len(self):
-                raise ValueError(
-                    f"The value of `{name}` has {len(numbers)} numbers, but must have "
-                    f"{len(self)}, one for each layer."
-                )
-            if not all(math.isfinite(number) and number >= 0 for number in numbers):
-                raise ValueError(f"The value of `{name}` is {numbers}, but must be finite, >= 0.")
-
-    def _named(self) -> Iterable[tuple[str, tuple[float, ...]]]:
-        for name in ("cut_bytes", "parameter_bytes", "kept_bytes"):
-            yield name, getattr(self, name)
-        for kind in self.forward_s:
-            yield f"forward_s[{kind!r}]", self.forward_s[kind]
-            yield f"backward_s[{kind!r}]", self.backward_s[kind]
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -135,13 +105,9 @@ class PartitionProblem:
     Attributes:
         layers: What they cost.
         devices: k of them; each gets one stage of at least one layer.
-        in_flight: Minibatches in the pipeline, N_m.
+        in_flight: Minibatches in the pipeline, N_m; with flushes the parts of a batch.
         links: Ways between the devices.
         memory: What a stage takes.
-
-    Raises:
-        ValueError: There are no devices, or more than layers, one is listed twice, or of a type
-            without times; or `in_flight` is below 1.
     """
 
     layers: Layers
@@ -149,22 +115,6 @@ class PartitionProblem:
     in_flight: int = 1
     links: Links = field(default_factory=Links)
     memory: Memory = field(default_factory=Memory)
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.devices) <= len(self.layers):
-            raise ValueError(
-                f"The value of `devices` has {len(self.devices)} devices, but must have 1 to "
-                f"{len(self.layers)}, as there are so many layers and no stage is empty."
-            )
-        if twice := repeated(d.index for d in self.devices):
-            raise ValueError(f"The value of `devices` lists {twice} more than once.")
-        if unknown := {d.kind for d in self.devices} - self.layers.forward_s.keys():
-            raise ValueError(
-                f"The value of `devices` has types {sorted(unknown)}, but the times of layers are "
-                f"known for {sorted(self.layers.forward_s)} only: profile the others too."
-            )
-        if self.in_flight < 1:
-            raise ValueError(f"The value of `in_flight` is {self.in_flight}, but must be >= 1.")
 
     def held(self, stage: int) -> int:
         """Most minibatches that a stage holds."""
@@ -206,11 +156,6 @@ class Partition:
     def slowest_s(self) -> float:
         """Time of the slowest stage: a full pipeline ends one minibatch in it."""
         return max(stage.seconds for stage in self.stages)
-
-    @property
-    def fits(self) -> bool:
-        """Whether each stage has the memory it takes."""
-        return all(stage.memory_bytes <= stage.device.memory_bytes for stage in self.stages)
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ import torch
 from optuna_fleet.virtual_workers.layer_costs import LayerCost
 from optuna_fleet.virtual_workers.layouts import (
     FlushedLayout,
-    FlushedProblem,
     best_flushed_layout,
     distributions,
 )
@@ -183,17 +182,18 @@ class Demand:
             ways.append(replace(self, blocks=self.untied, tied_bytes=0.0))
         for demand in ways:
             layers, ranks, devices = demand._given(costs, on)
-            problem = FlushedProblem(
+            problem = PartitionProblem(
                 layers=layers,
                 devices=tuple(devices),
-                num_parts=self.in_flight,
+                in_flight=self.in_flight,
                 links=self.links,
                 memory=self.memory,
-                may_replicate=self.may_replicate,
-                exchanged_bytes=demand.tied_bytes,
             )
             try:
-                found.append((best_flushed_layout(problem), demand))
+                best = best_flushed_layout(
+                    problem, may_replicate=self.may_replicate, exchanged_bytes=demand.tied_bytes
+                )
+                found.append((best, demand))
             except DoesNotFit as error:
                 refusal = refusal or error
         if not found:
