@@ -13,7 +13,7 @@ from torch import Tensor
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import map_tensors, to_device
-from optuna_fleet.virtual_workers.placing import Placed
+from optuna_fleet.virtual_workers.construction import Construction
 from optuna_fleet.virtual_workers.stage_messages import Activations, Message
 from optuna_fleet.virtual_workers.wsp import Tag
 
@@ -38,27 +38,25 @@ class Evaluation:
         self._sums: dict[str, float] = {}
         self._num_batches = 0
 
-    def add(self, placed: Placed, inputs: Any, targets: Any) -> None:
+    def add(self, own: Construction, inputs: Any, targets: Any) -> None:
         """This stage's part in a batch."""
         number, self._num_batches = self._num_batches, self._num_batches + 1
-        if number % placed.num_workers != placed.address.worker:
+        if number % own.num_workers != own.address.worker:
             return
-        with placed.naming_errors(), placed.noise.of(self._seed, number):
-            if placed.is_first:
+        with own.naming_errors(), own.noise.of(self._seed, number):
+            if own.is_first:
                 values = to_device(inputs, self._device)
             else:
-                assert placed.edges is not None
-                received = placed.edges.receive()
+                received = own.edges.receive()
                 if not is_evaluated(received):
-                    raise placed.parted(received, "trains", "evaluates")
+                    raise own.parted(received, "trains", "evaluates")
                 values = received.values
-            output = placed.part(values)
-            if placed.is_last:
+            output = own.part(values)
+            if own.is_last:
                 self._measure(output, targets, num_samples(inputs))
             else:
-                assert placed.edges is not None
                 sent = Activations(number=_EVALUATED, tag=Tag(0, 0), values=output)
-                placed.edges.send(placed.address, placed.next_stage(), sent)
+                own.edges.send(own.address, own.next_stage(), sent)
 
     def _measure(self, output: Any, targets: Any, size: int) -> None:
         found = self._metric(output, to_device(targets, self._device))

@@ -284,6 +284,7 @@ class SgdRule:
 
     def foresee(self) -> None:
         """The next minibatch begins: its update has the options of now, whenever it is made."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
         self._foreseen.append([dict(group) for group in self._optimizer.param_groups])
 
     @torch.no_grad()
