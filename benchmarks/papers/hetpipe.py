@@ -35,9 +35,9 @@ from optuna_fleet.virtual_workers.partition import (
     Links,
     Partition,
     PartitionProblem,
+    best_partition,
     partition_of,
 )
-from optuna_fleet.virtual_workers.partitioner import best_partition
 from optuna_fleet.virtual_workers.predictions import Servers, partitions_under_load, sync_seconds
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
 from optuna_fleet.virtual_workers.wsp import WaveSynchronous

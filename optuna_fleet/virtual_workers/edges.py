@@ -21,13 +21,15 @@ from torch import Tensor
 
 from optuna_fleet.trainer.nested import map_tensors, to_device
 from optuna_fleet.virtual_workers.directory import Directory
-from optuna_fleet.virtual_workers.framing import Inbound, Lane, Outbound
 from optuna_fleet.virtual_workers.parameter_server import ParameterServer
 from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Address,
     Gradients,
+    Inbound,
+    Lane,
     Message,
+    Outbound,
     Push,
     ServerAddress,
     Snapshot,

@@ -17,8 +17,8 @@ from optuna_fleet.virtual_workers.partition import (
     PartitionProblem,
     StageDevice,
     Workers,
+    best_partition,
 )
-from optuna_fleet.virtual_workers.partitioner import best_partition
 from optuna_fleet.virtual_workers.predictions import all_reduce_s, fits_on_each
 from optuna_fleet.virtual_workers.wsp import held_minibatches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -25,12 +25,17 @@ from optuna_fleet.virtual_workers.batches import (
     microbatches,
 )
 from optuna_fleet.virtual_workers.construction import Construction
-from optuna_fleet.virtual_workers.layer_costs import blocks_of
-from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.placing import Need, memory_of_device, place
+from optuna_fleet.virtual_workers.pipeline_options import checked_options
+from optuna_fleet.virtual_workers.placing import (
+    Need,
+    blocks_of,
+    memory_of,
+    memory_of_device,
+    place,
+)
 from optuna_fleet.virtual_workers.stage import Loss, PassDone, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Inputs, Targets
-from optuna_fleet.virtual_workers.stage_placement import Demand, memory_of
+from optuna_fleet.virtual_workers.stage_placement import Demand
 from optuna_fleet.virtual_workers.tied import shared_bytes
 from optuna_fleet.virtual_workers.versions import SgdRule, VersionedWeights, Weights
 from optuna_fleet.virtual_workers.whole import HeldModel, WholeModel, WholeOptimizer
@@ -42,6 +47,15 @@ class Pipeline:
 
     All ranks call its methods alike. The first batch decides which layers are where: their times
     and memory are measured with it.
+
+    Args:
+        model: See `FleetTrial.pipeline`, as for `optimizer` and `loss`.
+        given: Its options.
+        parts: Of this rank's training.
+        need: Has the trial begin anew on so many devices.
+
+    Raises:
+        FleetConfigError: The model can't be cut, or the optimizer can't train it so.
     """
 
     def __init__(
@@ -49,10 +63,11 @@ class Pipeline:
         model: nn.Sequential,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        options: PipelineOptions,
+        given: Mapping[str, Any],
         parts: Parts,
         need: Need,
     ) -> None:
+        options = checked_options(model, optimizer, given, parts)
         self._model = model
         self._optimizer = optimizer
         self._loss = loss

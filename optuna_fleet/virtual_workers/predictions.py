@@ -16,8 +16,8 @@ from optuna_fleet.virtual_workers.partition import (
     Stage,
     StageDevice,
     Workers,
+    best_partition,
 )
-from optuna_fleet.virtual_workers.partitioner import best_partition
 from optuna_fleet.virtual_workers.wsp import held_minibatches
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-
-from optuna_fleet.virtual_workers.layer_costs import LayerCost
 from optuna_fleet.virtual_workers.layouts import (
     FlushedLayout,
     best_flushed_layout,
@@ -39,7 +36,28 @@ WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, w
 _LINKS = Links(within=WIRE, between=WIRE)
 _ALIKE = 1.25  # times that differ by less are taken for noise
 _ALIKE_BYTES = 1.02  # and memory: devices that are told apart take many times as long to deal out
-_STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of others, as Adam, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Of one layer, for one minibatch.
+
+    Attributes:
+        forward_s: Seconds of its forward pass.
+        backward_s: Seconds of its backward pass.
+        output_bytes: What it gives to the next layer.
+        parameter_bytes: Size of its parameters.
+        kept_bytes: What it keeps between the two passes.
+        leaves_something: Whether passes change its buffers, but for BatchNorm's statistics, or its
+            weights.
+    """
+
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    parameter_bytes: float
+    kept_bytes: float
+    leaves_something: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,15 +361,6 @@ def _share_of(layers: Layers, number: int) -> Layers:
         parameter_bytes=layers.parameter_bytes,
         kept_bytes=some(layers.kept_bytes),
     )
-
-
-def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:
-    """Copies of the weights: themselves, gradients, the optimizer's state, versions."""
-    kind = type(optimizer).__name__
-    states = _STATES.get(kind, 2)
-    if kind == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
-        states = 0
-    return Memory(copies=(2 if is_flushed else 3) + states, keeps_versions=not is_flushed)
 
 
 def _kinds(costs: Sequence[Sequence[LayerCost]]) -> list[int]:

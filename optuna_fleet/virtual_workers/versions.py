@@ -11,9 +11,10 @@ That of SGD does not, nor does it with momentum, of which every virtual worker h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,33 +25,40 @@ from optuna_fleet.virtual_workers.stage_messages import Snapshot, Tensors, added
 from optuna_fleet.virtual_workers.wsp import Tag
 
 
-class Weights(Protocol):
-    """The weights of one stage of one virtual worker."""
+class Weights(ABC):
+    """The weights of one stage of one virtual worker; as it is where there are no servers."""
 
     @property
     def clock(self) -> int:
         """Of the newest snapshot that is there."""
+        return 0
 
     def want(self, clock: int, *, exactly: bool) -> None:
         """Ask for a snapshot, unless it is there or was asked for."""
+        assert clock <= self.clock
 
     def receive(self, snapshot: Snapshot) -> None:
         """A piece of a snapshot that was asked for is there."""
+        raise AssertionError("a snapshot came, but there are no parameter servers")
 
+    @abstractmethod
     def has(self, tag: Tag) -> bool:
         """Whether this version can be made now."""
 
+    @abstractmethod
     def at(self, tag: Tag) -> Tensors:
         """A version, as leaves for autograd; versions are asked for in order."""
 
+    @abstractmethod
     def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
         """The backward pass of a minibatch is done, at these weights; in order."""
 
+    @abstractmethod
     def latest(self) -> Tensors:
         """What training has come to, as far as it is known here."""
 
 
-class VersionedWeights:
+class VersionedWeights(Weights):
     """``w_p = snapshot(clock) + own updates from there on, up to `local```: pulls rebase.
 
     Kept are the newest version, updates that no minibatch has seen yet (with the versions of
@@ -93,8 +101,8 @@ class VersionedWeights:
     def receive(self, snapshot: Snapshot) -> None:
         """A piece of a snapshot that was asked for is there."""
         if self._client is None:
-            raise AssertionError("a snapshot came, but there are no parameter servers")
-        if (weights := self._client.receive(snapshot)) is not None:
+            super().receive(snapshot)
+        elif (weights := self._client.receive(snapshot)) is not None:
             self._snapshots[snapshot.clock] = weights
 
     def has(self, tag: Tag) -> bool:
@@ -187,7 +195,7 @@ class VersionedWeights:
         self._snapshots = {c: w for c, w in self._snapshots.items() if c > clock}
 
 
-class FlushedWeights:
+class FlushedWeights(Weights):
     """The parameters themselves; gradients add up in ``.grad`` as ``backward()`` would have them.
 
     Args:
@@ -210,18 +218,6 @@ class FlushedWeights:
         self._optimizer = optimizer
         self._wave_size = wave_size
         self._stepped = 0
-
-    @property
-    def clock(self) -> int:
-        """There are no parameter servers."""
-        return 0
-
-    def want(self, clock: int, *, exactly: bool) -> None:
-        """There are no snapshots."""
-
-    def receive(self, snapshot: Snapshot) -> None:
-        """There are no snapshots."""
-        raise AssertionError("a snapshot came, but there are no parameter servers")
 
     def has(self, tag: Tag) -> bool:
         """Whether the optimizer made all steps before, and none after."""

@@ -24,8 +24,8 @@ from optuna_fleet.virtual_workers.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
+    best_partition,
 )
-from optuna_fleet.virtual_workers.partitioner import best_partition
 from optuna_fleet.virtual_workers.predictions import (
     Servers,
     best_partitions,

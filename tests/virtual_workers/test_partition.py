@@ -17,9 +17,9 @@ from optuna_fleet.virtual_workers.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
+    best_partition,
     partition_of,
 )
-from optuna_fleet.virtual_workers.partitioner import best_partition
 from optuna_fleet.virtual_workers.predictions import best_partitions
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from optuna_fleet.virtual_workers.agreement import Statistics
 from optuna_fleet.virtual_workers.batches import microbatches
-from optuna_fleet.virtual_workers.layer_costs import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
+from optuna_fleet.virtual_workers.placing import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices
 from optuna_fleet.virtual_workers.whole import part_of
 
