@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from optuna_fleet.arguments import check_number
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Partition,
@@ -18,6 +17,7 @@ from optuna_fleet.virtual_workers.partition import (
     StageDevice,
     Workers,
     best_partition,
+    partition_of,
 )
 from optuna_fleet.virtual_workers.predictions import all_reduce_s, fits_on_each
 from optuna_fleet.virtual_workers.wsp import held_minibatches
@@ -72,13 +72,9 @@ def equal_distribution(devices: Sequence[StageDevice], num_workers: int | None =
         num_workers: How many; by default as many as the smallest node has devices. Where a node's
             devices can't be dealt evenly, the next node's are dealt on from there, so that numbers
             of devices differ by at most 1.
-
-    Raises:
-        ValueError: `num_workers` is below 1 or above the number of devices.
     """
     nodes = _by_node(devices)
     num = min(map(len, nodes.values())) if num_workers is None else num_workers
-    check_number("num_workers", num, least=1, most=len(devices), whole=True)
     hands: list[list[StageDevice]] = [[] for _ in range(num)]
     for turn, device in enumerate(device for node in nodes.values() for device in node):
         hands[turn % num].append(device)
@@ -164,15 +160,15 @@ class FlushedLayout:
     """N x 1 or 1 x k.
 
     Attributes:
-        shares: Parts of each replica, in the order of the devices; empty for a pipeline.
-        partition: Stages of a pipeline; None for replicas.
+        partitions: Of each replica, in the order of the devices, or the pipeline.
+        shares: Parts of each replica; empty for a pipeline.
         held: Parts that a stage has memory for between their two passes.
         batch_s: Seconds that a batch is expected to take.
         reason: One sentence for people.
     """
 
+    partitions: tuple[Partition, ...]
     shares: tuple[int, ...] = ()
-    partition: Partition | None = None
     held: int = 1
     batch_s: float
     reason: str = ""
@@ -220,7 +216,8 @@ def _replicated(problem: PartitionProblem) -> tuple[FlushedLayout | None, str]:
     shares = shares_of(part_s, problem.in_flight)
     slowest_s = max(share * one_s for share, one_s in zip(shares, part_s, strict=True))
     sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, problem.links)
-    return FlushedLayout(shares=shares, batch_s=slowest_s + sync_s), ""
+    wholes = tuple(partition_of(replace(problem, devices=(d,)), (d,), ()) for d in devices)
+    return FlushedLayout(partitions=wholes, shares=shares, batch_s=slowest_s + sync_s), ""
 
 
 def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
@@ -269,7 +266,7 @@ def _pipeline(
     stage_s = [stage.seconds for stage in partition.stages]
     exchange_s = all_reduce_s(exchanged_bytes, problem.devices, problem.links)
     batch_s = flushed_s(stage_s, problem.in_flight, held) + exchange_s
-    layout = FlushedLayout(partition=partition, held=held, batch_s=batch_s)
+    layout = FlushedLayout(partitions=(partition,), held=held, batch_s=batch_s)
     return layout, partition.slowest_s
 
 

@@ -109,14 +109,8 @@ def sync_seconds(
         layers: Whose parameters are pushed.
         links: Ways within a node and between nodes.
         servers: Where they are.
-
-    Raises:
-        ValueError: Servers can't be local to these virtual workers.
     """
-    if servers is Servers.LOCAL and not can_be_local(workers):
-        raise ValueError(
-            "The value of `servers` is LOCAL, but the virtual workers have layers on unlike nodes."
-        )
+    assert servers is not Servers.LOCAL or can_be_local(workers), "layers on unlike nodes"
     nodes = sorted({stage.device.node for worker in workers for stage in worker.stages})
     flows = [[_flows(stage, layers, nodes, servers) for stage in w.stages] for w in workers]
     ports: dict[tuple[str, int], list[float]] = defaultdict(list)

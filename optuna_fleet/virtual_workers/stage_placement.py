@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optuna_fleet.virtual_workers.layouts import (
     FlushedLayout,
@@ -178,16 +178,30 @@ class Demand:
         if not found:
             raise refusal
         best = max(found, key=lambda candidate: candidate.batches_per_s)
-        places = [tuple(ranks[s.device.index] for s in own.stages) for own in best.partitions]
-        cuts = [tuple(self.blocks[cut - 1] for cut in own.cuts) for own in best.partitions]
-        in_order = sorted(zip(places, cuts, strict=True), key=lambda worker: min(worker[0]))
-        return Placement(
-            cuts=tuple(cuts for _, cuts in in_order),
-            ranks=tuple(places for places, _ in in_order),
+        return self._placement(
+            ranks,
+            best.partitions,
             held=best.held,
             in_flight=best.in_flight,
             reason=_in_words(best) if is_free else "",
             is_free=is_free,
+        )
+
+    def _placement(
+        self,
+        ranks: Sequence[int],
+        partitions: Sequence[Partition],
+        shares: Sequence[int] = (),
+        **more: Any,
+    ) -> Placement:
+        places = [tuple(ranks[stage.device.index] for stage in own.stages) for own in partitions]
+        cuts = [tuple(self.blocks[cut - 1] for cut in own.cuts) for own in partitions]
+        order = sorted(range(len(places)), key=lambda worker: min(places[worker]))
+        return Placement(
+            cuts=tuple(cuts[worker] for worker in order),
+            ranks=tuple(places[worker] for worker in order),
+            shares=tuple(shares[worker] for worker in order if shares),
+            **more,
         )
 
     def _faster(self, costs: Sequence[Sequence[LayerCost]], on: Ranks) -> Placement:
@@ -218,20 +232,10 @@ class Demand:
             assert refusal is not None
             raise refusal
         best, demand = min(found, key=lambda candidate: candidate[0].batch_s)
-        if best.partition is None:
-            of_rank = dict(zip(ranks, best.shares, strict=True))
-            return Placement(
-                cuts=((),) * len(ranks),
-                ranks=tuple((rank,) for rank in sorted(ranks)),
-                held=1,
-                in_flight=self.in_flight,
-                shares=tuple(of_rank[rank] for rank in sorted(ranks)),
-                reason=best.reason,
-            )
-        stages = best.partition.stages
-        return Placement(
-            cuts=(tuple(demand.blocks[cut - 1] for cut in best.partition.cuts),),
-            ranks=(tuple(ranks[stage.device.index] for stage in stages),),
+        return demand._placement(
+            ranks,
+            best.partitions,
+            best.shares,
             held=best.held,
             in_flight=self.in_flight,
             reason=best.reason,

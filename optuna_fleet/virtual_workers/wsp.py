@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from optuna_fleet.arguments import check_number
-
 
 class Tag(NamedTuple):
     """Which updates the weights of a minibatch contain; the same on all its stages.
@@ -60,17 +58,10 @@ class WaveSynchronous:
         wave_size: m = N_m = s_local + 1, minibatches in flight.
         clock_distance: D, how many waves a virtual worker may be ahead of the slowest one; None
             for one that is alone, whose clock stands at 0.
-
-    Raises:
-        ValueError: `wave_size` is below 1, or `clock_distance` below 0.
     """
 
     wave_size: int
     clock_distance: int | None = 0
-
-    def __post_init__(self) -> None:
-        check_number("wave_size", self.wave_size, least=1, whole=True)
-        check_number("clock_distance", self.clock_distance, least=0, whole=True, optional=True)
 
     def least_local(self, number: int) -> int:
         """All but the s_local latest ones."""

@@ -107,11 +107,6 @@ def test_every_device_is_in_one_virtual_worker(kinds, per_node, num_workers):
         assert all(workers)
 
 
-def test_more_virtual_workers_than_devices_are_refused():
-    with pytest.raises(ValueError, match="must be a whole number >= 1 and <= 8"):
-        equal_distribution(nodes("VR"), 9)
-
-
 def test_local_servers_keep_updates_within_nodes():
     layers = layers_of(4, parameters=8.0)
     links = Links(within=Link(bytes_per_s=4.0), between=Link(bytes_per_s=1.0))
@@ -132,7 +127,7 @@ def test_servers_are_not_local_to_layers_on_unlike_nodes():
         best_partition(PartitionProblem(layers=layers, devices=devices))
         for devices in node_partition(nodes("VR"))
     ]
-    with pytest.raises(ValueError, match="unlike nodes"):
+    with pytest.raises(AssertionError, match="unlike nodes"):
         sync_seconds(workers, layers, Links(), Servers.LOCAL)
 
 
@@ -207,13 +202,13 @@ def test_a_model_that_fits_is_on_each_device_unless_its_gradients_take_too_long(
     # 2 of 4 parts, each 8 layers of 3 x 100 / 112 s; then 8 bytes, all-reduced.
     assert light.batch_s == pytest.approx(2 * 8 * 300 / 112 + 2 * 4 / 100)
     heavy = flushed("VV", parameters=1000.0)
-    assert heavy.partition is not None
+    assert not heavy.shares
     assert "2 x 1 is expected to take" in heavy.reason
 
 
 def test_what_does_not_fit_on_each_device_is_a_pipeline():
     found = flushed("VV", parameters=10.0, memory=100.0)
-    assert (found.partition.cuts, found.reason) == (
+    assert (found.partitions[0].cuts, found.reason) == (
         (4,),
         "1 x 2, as the model does not fit on each device.",
     )
@@ -226,14 +221,14 @@ def test_what_does_not_fit_on_each_device_is_a_pipeline():
     "more", [{"may_replicate": False}, {"num_parts": 1}], ids=["not wanted", "fewer parts"]
 )
 def test_some_are_pipelines_even_if_they_fit(more):
-    assert flushed("VV", **more).partition is not None
+    assert not flushed("VV", **more).shares
 
 
 def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds():
     def held_and_cuts(memory):
         more = {"kept": 10.0, "parameters": 1.0, "may_replicate": False}
         found = flushed("VV", num_layers=6, memory=memory, **more)
-        return found.held, found.partition.cuts
+        return found.held, found.partitions[0].cuts
 
     assert held_and_cuts(100.0) == (4, (3,))
     assert held_and_cuts(80.0) == (2, (3,))  # fewer parts, but stages that take as long
@@ -251,7 +246,7 @@ def test_what_can_not_be_cut_so_often_is_on_each_device():
 
 def test_what_a_pipeline_sends_at_a_flush_speaks_against_it():
     kept, sent = (flushed("VV", parameters=400.0, exchanged_bytes=number) for number in (0.0, 1e5))
-    assert kept.partition is not None
+    assert not kept.shares
     assert sent.shares == (2, 2)
 
 
