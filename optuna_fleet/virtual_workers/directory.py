@@ -1,12 +1,16 @@
-"""Who is in which process: stages of virtual workers, and parameter servers beside them."""
+"""Who is in which process: stages of virtual workers, and parameter servers beside them.
+
+A server keeps a piece of the model: the largest run of layers that no virtual worker cuts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
-from optuna_fleet.virtual_workers.engine.stage_messages import StageAddress
-from optuna_fleet.virtual_workers.wsp.pieces import Piece, pieces_of, pieces_within
+from optuna_fleet.virtual_workers.stage_messages import StageAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +105,29 @@ class Directory:
         several = 1 + max(address.worker for address in self.stages)
         of = f" of virtual worker {worker}" if several > 1 else ""
         return f"stage {stage}{of}"
+
+
+class Piece(NamedTuple):
+    """Layers ``first`` up to, without, ``end``."""
+
+    first: int
+    end: int
+
+
+def pieces_of(cuts: Sequence[Sequence[int]], num_layers: int) -> tuple[Piece, ...]:
+    """Pieces of a model in order.
+
+    Every stage of every virtual worker is a union of pieces, so each piece gets one update for a
+    wave from each virtual worker. Where all are cut alike, pieces are stages.
+
+    Args:
+        cuts: Of each virtual worker, where its stages end, without the last.
+        num_layers: Layers of the model.
+    """
+    bounds = sorted({0, num_layers, *(cut for worker in cuts for cut in worker)})
+    return tuple(Piece(*pair) for pair in pairwise(bounds))
+
+
+def pieces_within(pieces: Sequence[Piece], first: int, end: int) -> tuple[Piece, ...]:
+    """The pieces of a stage with layers `first` up to, without, `end`."""
+    return tuple(piece for piece in pieces if first <= piece.first and piece.end <= end)

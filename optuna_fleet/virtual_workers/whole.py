@@ -7,8 +7,7 @@ those of the whole, whatever part of the model a parameter is in.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -216,7 +215,6 @@ class WholeModel:
     """The model among what a trial has prepared."""
 
     def __init__(self, holding: HeldModel) -> None:
-        self.holding = holding
         self.state_dict = holding.model_state
         self.load_state_dict = holding.load_model
 
@@ -233,21 +231,3 @@ class WholeOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """As an optimizer has them."""
         return self._optimizer.param_groups
-
-
-def are_in_stages(objects: Sequence[Any]) -> bool:
-    """Whether no rank has the whole state of what was prepared."""
-    return any(isinstance(thing, WholeModel) for thing in objects)
-
-
-@contextmanager
-def gathered(objects: Sequence[Any]) -> Iterator[None]:
-    """Within it rank 0 has the whole state; all ranks must enter, if it is in stages."""
-    holdings = [thing.holding for thing in objects if isinstance(thing, WholeModel)]
-    for holding in holdings:
-        holding.gather()
-    try:
-        yield
-    finally:
-        for holding in holdings:
-            holding.release()

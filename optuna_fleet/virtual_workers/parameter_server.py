@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Gradients,
     Inputs,
@@ -21,9 +21,9 @@ from optuna_fleet.virtual_workers.engine.stage_messages import (
     Targets,
     Tensors,
     Transport,
+    added,
 )
-from optuna_fleet.virtual_workers.engine.updates import added
-from optuna_fleet.virtual_workers.wsp.schedules import check_clocks
+from optuna_fleet.virtual_workers.wsp import check_clocks
 
 
 class ParameterServer:

@@ -6,26 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from optuna_fleet.virtual_workers.engine.costs import LayerCost
-from optuna_fleet.virtual_workers.layouts.contention import (
-    best_partitions,
-    partitions_under_load,
-)
-from optuna_fleet.virtual_workers.layouts.distribution import (
-    Workers,
+from optuna_fleet.virtual_workers.layouts import (
+    FlushedLayout,
+    best_flushed_layout,
     distributions,
 )
-from optuna_fleet.virtual_workers.layouts.flushed import (
-    FlushedLayout,
-    FlushedProblem,
-    best_flushed_layout,
-)
-from optuna_fleet.virtual_workers.layouts.prediction import waves_rate
-from optuna_fleet.virtual_workers.layouts.servers import Servers, can_be_local
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -35,13 +22,42 @@ from optuna_fleet.virtual_workers.partition import (
     Partition,
     PartitionProblem,
     StageDevice,
+    Workers,
+)
+from optuna_fleet.virtual_workers.predictions import (
+    Servers,
+    best_partitions,
+    can_be_local,
+    partitions_under_load,
+    waves_rate,
 )
 
 WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, with Python's part
 _LINKS = Links(within=WIRE, between=WIRE)
 _ALIKE = 1.25  # times that differ by less are taken for noise
 _ALIKE_BYTES = 1.02  # and memory: devices that are told apart take many times as long to deal out
-_STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of others, as Adam, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Of one layer, for one minibatch.
+
+    Attributes:
+        forward_s: Seconds of its forward pass.
+        backward_s: Seconds of its backward pass.
+        output_bytes: What it gives to the next layer.
+        parameter_bytes: Size of its parameters.
+        kept_bytes: What it keeps between the two passes.
+        leaves_something: Whether passes change its buffers, but for BatchNorm's statistics, or its
+            weights.
+    """
+
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    parameter_bytes: float
+    kept_bytes: float
+    leaves_something: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +178,30 @@ class Demand:
         if not found:
             raise refusal
         best = max(found, key=lambda candidate: candidate.batches_per_s)
-        places = [tuple(ranks[s.device.index] for s in own.stages) for own in best.partitions]
-        cuts = [tuple(self.blocks[cut - 1] for cut in own.cuts) for own in best.partitions]
-        in_order = sorted(zip(places, cuts, strict=True), key=lambda worker: min(worker[0]))
-        return Placement(
-            cuts=tuple(cuts for _, cuts in in_order),
-            ranks=tuple(places for places, _ in in_order),
+        return self._placement(
+            ranks,
+            best.partitions,
             held=best.held,
             in_flight=best.in_flight,
             reason=_in_words(best) if is_free else "",
             is_free=is_free,
+        )
+
+    def _placement(
+        self,
+        ranks: Sequence[int],
+        partitions: Sequence[Partition],
+        shares: Sequence[int] = (),
+        **more: Any,
+    ) -> Placement:
+        places = [tuple(ranks[stage.device.index] for stage in own.stages) for own in partitions]
+        cuts = [tuple(self.blocks[cut - 1] for cut in own.cuts) for own in partitions]
+        order = sorted(range(len(places)), key=lambda worker: min(places[worker]))
+        return Placement(
+            cuts=tuple(cuts[worker] for worker in order),
+            ranks=tuple(places[worker] for worker in order),
+            shares=tuple(shares[worker] for worker in order if shares),
+            **more,
         )
 
     def _faster(self, costs: Sequence[Sequence[LayerCost]], on: Ranks) -> Placement:
@@ -184,37 +214,28 @@ class Demand:
             ways.append(replace(self, blocks=self.untied, tied_bytes=0.0))
         for demand in ways:
             layers, ranks, devices = demand._given(costs, on)
-            problem = FlushedProblem(
+            problem = PartitionProblem(
                 layers=layers,
                 devices=tuple(devices),
-                num_parts=self.in_flight,
+                in_flight=self.in_flight,
                 links=self.links,
                 memory=self.memory,
-                may_replicate=self.may_replicate,
-                exchanged_bytes=demand.tied_bytes,
             )
             try:
-                found.append((best_flushed_layout(problem), demand))
+                best = best_flushed_layout(
+                    problem, may_replicate=self.may_replicate, exchanged_bytes=demand.tied_bytes
+                )
+                found.append((best, demand))
             except DoesNotFit as error:
                 refusal = refusal or error
         if not found:
             assert refusal is not None
             raise refusal
         best, demand = min(found, key=lambda candidate: candidate[0].batch_s)
-        if best.partition is None:
-            of_rank = dict(zip(ranks, best.shares, strict=True))
-            return Placement(
-                cuts=((),) * len(ranks),
-                ranks=tuple((rank,) for rank in sorted(ranks)),
-                held=1,
-                in_flight=self.in_flight,
-                shares=tuple(of_rank[rank] for rank in sorted(ranks)),
-                reason=best.reason,
-            )
-        stages = best.partition.stages
-        return Placement(
-            cuts=(tuple(demand.blocks[cut - 1] for cut in best.partition.cuts),),
-            ranks=(tuple(ranks[stage.device.index] for stage in stages),),
+        return demand._placement(
+            ranks,
+            best.partitions,
+            best.shares,
             held=best.held,
             in_flight=self.in_flight,
             reason=best.reason,
@@ -344,15 +365,6 @@ def _share_of(layers: Layers, number: int) -> Layers:
         parameter_bytes=layers.parameter_bytes,
         kept_bytes=some(layers.kept_bytes),
     )
-
-
-def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:
-    """Copies of the weights: themselves, gradients, the optimizer's state, versions."""
-    kind = type(optimizer).__name__
-    states = _STATES.get(kind, 2)
-    if kind == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
-        states = 0
-    return Memory(copies=(2 if is_flushed else 3) + states, keeps_versions=not is_flushed)
 
 
 def _kinds(costs: Sequence[Sequence[LayerCost]]) -> list[int]:

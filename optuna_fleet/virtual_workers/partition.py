@@ -1,28 +1,205 @@
-"""The best partition over all orders of the devices, by dynamic programming over sets of them.
+"""Layers to stages on unlike devices (HetPipe, section 7): the problem, and its best answer.
 
-After some stages only this matters for the rest: which devices are used, the last of them, how
-many layers are covered, and whether the next device is on the last one's node, as that decided the
-last stage's time. Devices that are equal (node, type, memory) are not told apart, and of nodes
-that have the same the first comes first.
+That is found over all orders of the devices, by dynamic programming over sets of them. After some
+stages only this matters for the rest: which devices are used, the last of them, how many layers
+are covered, and whether the next device is on the last one's node, as that decided the last
+stage's time. Devices that are equal (node, type, memory) are not told apart, and of nodes that
+have the same the first comes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.virtual_workers.partition.partition_problem import (
-    DoesNotFit,
-    Link,
-    Partition,
-    PartitionProblem,
-    StageDevice,
-    partition_of,
-)
+from optuna_fleet.exceptions import FleetError
+from optuna_fleet.virtual_workers.wsp import held_minibatches
+
+
+class DoesNotFit(FleetError):  # noqa: N818 - names what is the matter, as AllocationFailed does
+    """No partition fits into the memory of the devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Costs of a chain of L layers, for one minibatch.
+
+    Attributes:
+        forward_s: Device type -> seconds of each layer's forward pass.
+        backward_s: Device type -> seconds of each layer's backward pass.
+        cut_bytes: What crosses a cut behind each layer, whatever layers made it; the gradients
+            that come back are as large. That behind the last layer counts for nothing.
+        parameter_bytes: Size of each layer's parameters.
+        kept_bytes: What each layer keeps between a forward pass and its backward pass.
+    """
+
+    forward_s: Mapping[str, tuple[float, ...]]
+    backward_s: Mapping[str, tuple[float, ...]]
+    cut_bytes: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    kept_bytes: tuple[float, ...]
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self.cut_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class StageDevice:
+    """A device that a stage may be on.
+
+    Attributes:
+        index: Number of the device in the fleet.
+        node: Number of its node.
+        kind: Device type, of which `Layers` knows the times.
+        memory_bytes: What a stage may take of its memory.
+    """
+
+    index: int
+    node: int
+    kind: str
+    memory_bytes: float = float("inf")
+
+
+Workers = tuple[tuple[StageDevice, ...], ...]
+"""Devices of each virtual worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way between two devices: a message takes ``latency_s`` + its bytes / ``bytes_per_s``."""
+
+    bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The two kinds of ways: within a node, and between nodes."""
+
+    within: Link = field(default_factory=Link)
+    between: Link = field(default_factory=Link)
+
+    def of(self, one: StageDevice, other: StageDevice) -> Link:
+        """The way between two devices."""
+        return self.within if one.node == other.node else self.between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a stage takes: weights in several copies, and what its minibatches keep.
+
+    Attributes:
+        copies: Copies of the weights whatever is in flight: the newest, their gradients, and what
+            an optimizer keeps (1 more for momentum, 2 for Adam).
+        keeps_versions: Whether there is one more for each minibatch in flight, as without flushes.
+            Late stages hold fewer minibatches (the paper counts these), but know updates that no
+            minibatch may see yet, so that all stages have the same weights.
+    """
+
+    copies: float = 2.0
+    keeps_versions: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionProblem:
+    """Layers are to be put on all of the devices, in any order of these.
+
+    Attributes:
+        layers: What they cost.
+        devices: k of them; each gets one stage of at least one layer.
+        in_flight: Minibatches in the pipeline, N_m; with flushes the parts of a batch.
+        links: Ways between the devices.
+        memory: What a stage takes.
+    """
+
+    layers: Layers
+    devices: tuple[StageDevice, ...]
+    in_flight: int = 1
+    links: Links = field(default_factory=Links)
+    memory: Memory = field(default_factory=Memory)
+
+    def held(self, stage: int) -> int:
+        """Most minibatches that a stage holds."""
+        return held_minibatches(stage, len(self.devices), self.in_flight)
+
+    def bytes_of(self, stage: int, parameter_bytes: float, kept_bytes: float) -> float:
+        """Memory that a stage takes, by what its layers do."""
+        copies = self.memory.copies + (self.in_flight if self.memory.keeps_versions else 0)
+        return parameter_bytes * copies + kept_bytes * self.held(stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers ``first`` up to, without, ``end`` on a device.
+
+    The times of a pass include receiving its input, as the paper counts them (section 7).
+    """
+
+    device: StageDevice
+    first: int
+    end: int
+    forward_s: float
+    backward_s: float
+    memory_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Time that one minibatch takes on the device."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Stages in the order of the layers."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def slowest_s(self) -> float:
+        """Time of the slowest stage: a full pipeline ends one minibatch in it."""
+        return max(stage.seconds for stage in self.stages)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where stages end, without the last."""
+        return tuple(stage.end for stage in self.stages[:-1])
+
+
+def partition_of(
+    problem: PartitionProblem, order: tuple[StageDevice, ...], cuts: tuple[int, ...]
+) -> Partition:
+    """The partition with these cuts on an order of the devices, whether or not it fits."""
+    layers, links, stages = problem.layers, problem.links, []
+    for place, (first, end) in enumerate(pairwise((0, *cuts, len(layers)))):
+        device, its = order[place], slice(first, end)
+        forward_s = sum(layers.forward_s[device.kind][its])
+        backward_s = sum(layers.backward_s[device.kind][its])
+        if place > 0:
+            forward_s += links.of(order[place - 1], device).seconds(layers.cut_bytes[first - 1])
+        if place + 1 < len(order):
+            backward_s += links.of(order[place + 1], device).seconds(layers.cut_bytes[end - 1])
+        sizes = sum(layers.parameter_bytes[its]), sum(layers.kept_bytes[its])
+        stage = Stage(
+            device=device,
+            first=first,
+            end=end,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            memory_bytes=problem.bytes_of(place, *sizes),
+        )
+        stages.append(stage)
+    return Partition(stages=tuple(stages))
+
 
 FloatArray = NDArray[np.float64]
 Used = tuple[int, ...]
@@ -39,32 +216,6 @@ def best_partition(problem: PartitionProblem) -> Partition:
     if found is None:
         raise DoesNotFit(_why(problem))
     return partition_of(problem, *found)
-
-
-def largest_in_flight(problem: PartitionProblem) -> int:
-    """Most minibatches in flight for which some partition fits (section 4: Max_m), at most 2k - 1.
-
-    More than 2k - 1 would keep the pipeline no fuller: see
-    :func:`optuna_fleet.virtual_workers.wsp.turns.held_minibatches`.
-
-    Args:
-        problem: Its `in_flight` is not looked at.
-
-    Raises:
-        DoesNotFit: Not even one minibatch fits.
-    """
-    best = best_partition(replace(problem, in_flight=1))
-    most = 2 * len(problem.devices) - 1
-    for in_flight in range(2, most + 1):
-        fuller = replace(problem, in_flight=in_flight)
-        # As long as the best one fits, it need not be looked for.
-        devices = tuple(stage.device for stage in best.stages)
-        if not partition_of(fuller, devices, best.cuts).fits:
-            try:
-                best = best_partition(fuller)
-            except DoesNotFit:
-                return in_flight - 1
-    return most
 
 
 class _Ending(NamedTuple):
@@ -119,8 +270,7 @@ class _Search:
             for ending, link_out in self._endings(after, group):
                 table = self._tables.of(self._groups[group][0], place, before, link_out)
                 found = np.maximum(start, table).min(axis=1)
-                known = best.get(ending)
-                best[ending] = found if known is None else np.minimum(known, found)
+                best[ending] = np.minimum(best.get(ending, np.inf), found)
 
     def _starts(
         self, used: Used, group: int, place: int
@@ -158,13 +308,10 @@ class _Search:
         used, ending = full, min(self._best[full], key=lambda e: self._best[full][e][end])
         if not np.isfinite(self._best[full][ending][end]):
             return None
-        order: list[int] = []
-        cuts: list[int] = []
-        for place in reversed(range(self._num)):
-            order.append(ending.group)
-            if place == 0:
-                break
+        order, cuts = [ending.group], list[int]()
+        for place in range(self._num - 1, 0, -1):
             used, ending, end = self._step_back(used, ending, end, place)
+            order.append(ending.group)
             cuts.append(end)
         left = [list(devices) for devices in self._groups]
         devices = tuple(left[group].pop(0) for group in reversed(order))
@@ -208,13 +355,8 @@ class _Tables:
     ) -> FloatArray:
         """``table[e, i]``: time of layers i up to, without, e."""
         key = (device.kind, device.memory_bytes, place, link_in, link_out)
-        if key not in self._made:
-            self._made[key] = self._make(device, place, link_in, link_out)
-        return self._made[key]
-
-    def _make(
-        self, device: StageDevice, place: int, link_in: Link | None, link_out: Link | None
-    ) -> FloatArray:
+        if (made := self._made.get(key)) is not None:
+            return made
         received = np.array([link_in.seconds(b) if link_in else 0.0 for b in self._cut])
         returned = np.array([link_out.seconds(b) if link_out else 0.0 for b in self._cut])
         problem = self._problem
@@ -223,7 +365,8 @@ class _Tables:
         table = self._seconds[device.kind] + received[None, :] + returned[:, None]
         table[needed > device.memory_bytes] = np.inf
         table[np.triu_indices(len(self._cut))] = np.inf  # no stage is empty
-        return np.ascontiguousarray(table)
+        self._made[key] = np.ascontiguousarray(table)
+        return self._made[key]
 
 
 def _sums(numbers: FloatArray) -> FloatArray:

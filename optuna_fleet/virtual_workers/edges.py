@@ -20,14 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.trainer.nested import map_tensors, to_device
-from optuna_fleet.virtual_workers.engine.directory import Directory
-from optuna_fleet.virtual_workers.engine.framing import Inbound, Lane, Outbound
-from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer
+from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Address,
     Gradients,
+    Inbound,
+    Lane,
     Message,
+    Outbound,
     Push,
     ServerAddress,
     Snapshot,
@@ -38,27 +40,35 @@ class Edges:
     """The ways of one process to others of the trial, and what has come by them.
 
     Args:
-        group: All ranks of the trial, for nothing else.
+        group: All ranks of the trial, for nothing else; None if this is the only one.
         directory: Who is on which rank.
         device: Where the stage computes.
         room: Most messages of a neighbour that are kept here; more stay where they are.
 
     Attributes:
+        is_alone: There are no others.
         is_broken: See `Pipeline`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, directory: Directory, device: torch.device, room: int
+        self,
+        group: dist.ProcessGroup | None,
+        directory: Directory,
+        device: torch.device,
+        room: int,
     ) -> None:
-        self._group: dist.ProcessGroup | None = group  # until it is closed
+        self._group = group  # until it is closed
         self._directory = directory
-        self._rank = rank = group.rank()
+        self._rank = rank = 0 if group is None else group.rank()
         self._device = device
         self._inbox: queue.SimpleQueue[tuple[int, Message | Exception]] = queue.SimpleQueue()
         self._for_servers: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self._servers: Mapping[int, ParameterServer] = {}
         self._gone: list[Exception] = []
+        self.is_alone = group is None
         self.is_broken = False
+        if group is None:
+            return
         near, servers = directory.near(rank), directory.servers_of(rank)
         clients = directory.clients_of(rank)
         outbound = [(Lane.STAGES, near), (Lane.TO_SERVERS, servers), (Lane.FROM_SERVERS, clients)]

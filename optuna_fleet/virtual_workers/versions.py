@@ -3,49 +3,62 @@
 Then each minibatch has the version that it started with. That is made out of place and never
 changes, so autograd's graph of a minibatch keeps its own: weights that were changed in place would
 make backward passes fail, or wrong without a word.
+
+The weights are the first ones plus a sum of updates, each from weights of its own (HetPipe,
+section 5), so an update must not depend on the weights it is added to, nor on what others add.
+That of SGD does not, nor does it with momentum, of which every virtual worker has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from optuna_fleet.virtual_workers.engine.parameter_server import ServerClient
-from optuna_fleet.virtual_workers.engine.stage_messages import Snapshot, Tensors
-from optuna_fleet.virtual_workers.engine.updates import SgdRule, added
-from optuna_fleet.virtual_workers.wsp.schedules import Tag
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.virtual_workers.parameter_server import ServerClient
+from optuna_fleet.virtual_workers.stage_messages import Snapshot, Tensors, added
+from optuna_fleet.virtual_workers.wsp import Tag
 
 
-class Weights(Protocol):
-    """The weights of one stage of one virtual worker."""
+class Weights(ABC):
+    """The weights of one stage of one virtual worker; as it is where there are no servers."""
 
     @property
     def clock(self) -> int:
         """Of the newest snapshot that is there."""
+        return 0
 
     def want(self, clock: int, *, exactly: bool) -> None:
         """Ask for a snapshot, unless it is there or was asked for."""
+        assert clock <= self.clock
 
     def receive(self, snapshot: Snapshot) -> None:
         """A piece of a snapshot that was asked for is there."""
+        raise AssertionError("a snapshot came, but there are no parameter servers")
 
+    @abstractmethod
     def has(self, tag: Tag) -> bool:
         """Whether this version can be made now."""
 
+    @abstractmethod
     def at(self, tag: Tag) -> Tensors:
         """A version, as leaves for autograd; versions are asked for in order."""
 
+    @abstractmethod
     def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
         """The backward pass of a minibatch is done, at these weights; in order."""
 
+    @abstractmethod
     def latest(self) -> Tensors:
         """What training has come to, as far as it is known here."""
 
 
-class VersionedWeights:
+class VersionedWeights(Weights):
     """``w_p = snapshot(clock) + own updates from there on, up to `local```: pulls rebase.
 
     Kept are the newest version, updates that no minibatch has seen yet (with the versions of
@@ -88,8 +101,8 @@ class VersionedWeights:
     def receive(self, snapshot: Snapshot) -> None:
         """A piece of a snapshot that was asked for is there."""
         if self._client is None:
-            raise AssertionError("a snapshot came, but there are no parameter servers")
-        if (weights := self._client.receive(snapshot)) is not None:
+            super().receive(snapshot)
+        elif (weights := self._client.receive(snapshot)) is not None:
             self._snapshots[snapshot.clock] = weights
 
     def has(self, tag: Tag) -> bool:
@@ -182,7 +195,7 @@ class VersionedWeights:
         self._snapshots = {c: w for c, w in self._snapshots.items() if c > clock}
 
 
-class FlushedWeights:
+class FlushedWeights(Weights):
     """The parameters themselves; gradients add up in ``.grad`` as ``backward()`` would have them.
 
     Args:
@@ -205,18 +218,6 @@ class FlushedWeights:
         self._optimizer = optimizer
         self._wave_size = wave_size
         self._stepped = 0
-
-    @property
-    def clock(self) -> int:
-        """There are no parameter servers."""
-        return 0
-
-    def want(self, clock: int, *, exactly: bool) -> None:
-        """There are no snapshots."""
-
-    def receive(self, snapshot: Snapshot) -> None:
-        """There are no snapshots."""
-        raise AssertionError("a snapshot came, but there are no parameter servers")
 
     def has(self, tag: Tag) -> bool:
         """Whether the optimizer made all steps before, and none after."""
@@ -245,3 +246,65 @@ class FlushedWeights:
     def latest(self) -> Tensors:
         """The parameters."""
         return self._parameters
+
+
+class SgdRule:
+    """The updates of a ``torch.optim.SGD``, whose options may change from minibatch to minibatch.
+
+    Args:
+        optimizer: Never steps; its state has the momenta.
+        parameters: Of which names are known; those that the optimizer does not have stay.
+        share: Of this virtual worker in what they all add up to.
+
+    Raises:
+        FleetConfigError: The optimizer is another one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        share: float = 1.0,
+    ) -> None:
+        if type(optimizer) is not torch.optim.SGD:
+            raise FleetConfigError(
+                f"The optimizer is {type(optimizer).__name__}, but virtual workers that do not "
+                "wait for each other sum up their updates, which is only right for "
+                "torch.optim.SGD: others scale an update by what they saw before. Take SGD, or "
+                "train with flushes."
+            )
+        self._optimizer = optimizer
+        self._share = share
+        self._parameters = dict(parameters)
+        self._foreseen: deque[list[dict[str, Any]]] = deque()
+
+    def foresee(self) -> None:
+        """The next minibatch begins: its update has the options of now, whenever it is made."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+        self._foreseen.append([dict(group) for group in self._optimizer.param_groups])
+
+    @torch.no_grad()
+    def __call__(self, weights: Tensors, gradients: Tensors) -> dict[str, Tensor]:
+        """As ``torch.optim.SGD.step`` does; momenta are in the optimizer's state."""
+        groups = self._foreseen.popleft() if self._foreseen else self._optimizer.param_groups
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        return {
+            name: self._update(name, weights[name], gradient, group)
+            for name, gradient in gradients.items()
+            if (group := group_of.get(id(self._parameters[name])))
+        }
+
+    def _update(
+        self, name: str, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
+        step = -gradient if group["maximize"] else gradient
+        if group["weight_decay"]:
+            step = step + group["weight_decay"] * weight
+        if momentum := group["momentum"]:
+            state = self._optimizer.state[self._parameters[name]]
+            before = state.get("momentum_buffer")
+            kept = step if before is None else momentum * before + (1 - group["dampening"]) * step
+            state["momentum_buffer"] = kept
+            step = step + momentum * kept if group["nesterov"] else kept
+        moved: Tensor = -self._share * group["lr"] * step
+        return moved

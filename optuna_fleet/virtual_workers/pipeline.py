@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -16,22 +16,30 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.virtual_workers.engine.blocks import blocks_of
-from optuna_fleet.virtual_workers.engine.column_sums import Meeting
-from optuna_fleet.virtual_workers.engine.construction import Construction
-from optuna_fleet.virtual_workers.engine.evaluation import Evaluation, Metric, is_evaluated
-from optuna_fleet.virtual_workers.engine.microbatches import Microbatch, microbatches
-from optuna_fleet.virtual_workers.engine.passes import Loss
-from optuna_fleet.virtual_workers.engine.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.engine.placing import Need, Placed, memory_of_device, place
-from optuna_fleet.virtual_workers.engine.stage import PassDone, PipelineStage
-from optuna_fleet.virtual_workers.engine.stage_messages import Inputs, Targets
-from optuna_fleet.virtual_workers.engine.stage_placement import Demand, memory_of
-from optuna_fleet.virtual_workers.engine.tied import shared_bytes
-from optuna_fleet.virtual_workers.engine.updates import SgdRule
-from optuna_fleet.virtual_workers.engine.versions import VersionedWeights, Weights
-from optuna_fleet.virtual_workers.engine.whole import HeldModel, WholeModel, WholeOptimizer
-from optuna_fleet.virtual_workers.wsp.turns import Pass, Turn
+from optuna_fleet.virtual_workers.agreement import Meeting
+from optuna_fleet.virtual_workers.batches import (
+    Evaluation,
+    Metric,
+    Microbatch,
+    is_evaluated,
+    microbatches,
+)
+from optuna_fleet.virtual_workers.construction import Construction
+from optuna_fleet.virtual_workers.pipeline_options import checked_options
+from optuna_fleet.virtual_workers.placing import (
+    Need,
+    blocks_of,
+    memory_of,
+    memory_of_device,
+    place,
+)
+from optuna_fleet.virtual_workers.stage import Loss, PassDone, PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import Inputs, Targets
+from optuna_fleet.virtual_workers.stage_placement import Demand
+from optuna_fleet.virtual_workers.tied import shared_bytes
+from optuna_fleet.virtual_workers.versions import SgdRule, VersionedWeights, Weights
+from optuna_fleet.virtual_workers.whole import HeldModel, WholeModel, WholeOptimizer
+from optuna_fleet.virtual_workers.wsp import Pass, Turn
 
 
 class Pipeline:
@@ -39,6 +47,15 @@ class Pipeline:
 
     All ranks call its methods alike. The first batch decides which layers are where: their times
     and memory are measured with it.
+
+    Args:
+        model: See `FleetTrial.pipeline`, as for `optimizer` and `loss`.
+        given: Its options.
+        parts: Of this rank's training.
+        need: Has the trial begin anew on so many devices.
+
+    Raises:
+        FleetConfigError: The model can't be cut, or the optimizer can't train it so.
     """
 
     def __init__(
@@ -46,19 +63,19 @@ class Pipeline:
         model: nn.Sequential,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        options: PipelineOptions,
+        given: Mapping[str, Any],
         parts: Parts,
         need: Need,
     ) -> None:
+        options = checked_options(model, optimizer, given, parts)
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
         self._options = options
         self._parts = parts
         self._need = need
-        self._names = tuple(name for name, _ in model.named_parameters())
-        self._holding = HeldModel(model, optimizer)
-        self._holding.settle = self.flush
+        self.holding = HeldModel(model, optimizer)
+        self.holding.settle = self.flush
         if not options.is_flushed:
             SgdRule(optimizer, ())  # refuses others
         self._own: Construction | None = None
@@ -67,7 +84,7 @@ class Pipeline:
         self._num_begun = 0  # of this virtual worker's minibatches, since then
         self._losses: deque[Tensor] = deque()
         self._progress = _Progress(self, model)
-        self.objects = (WholeModel(self._holding), WholeOptimizer(self._holding), self._progress)
+        self.objects = (WholeModel(self.holding), WholeOptimizer(self.holding), self._progress)
 
     @property
     def num_stages(self) -> int:
@@ -75,12 +92,12 @@ class Pipeline:
 
         Before the first batch the number of devices that the trial has.
         """
-        return group_size() if self._own is None else len(self._own.placed.placement.ranks[0])
+        return group_size() if self._own is None else len(self._own.placement.ranks[0])
 
     @property
     def num_virtual_workers(self) -> int:
         """Pipelines that share each batch; 1 before the first."""
-        return 1 if self._own is None else self._own.placed.num_workers
+        return 1 if self._own is None else self._own.num_workers
 
     @property
     def in_flight(self) -> int | None:
@@ -93,7 +110,7 @@ class Pipeline:
 
         Empty before the first batch.
         """
-        return () if self._own is None else self._own.placed.placement.cuts[0]
+        return () if self._own is None else self._own.placement.cuts[0]
 
     def check_beside(self, objects: Iterable[Any]) -> None:
         """Refuse what can't be prepared beside it.
@@ -130,15 +147,15 @@ class Pipeline:
         self._parts.session.check()
         self._parts.weights.begin("pipeline.step")
         own = self._place(inputs, targets)
-        self._holding.heed_groups()
-        with own.placed.naming_errors():
-            if own.rule is None:
-                return self._step_and_flush(own, inputs, targets)
-            own.rule.foresee()
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
-            number, worker = own.placed.num_workers, own.placed.address.worker
-            part = next(islice(microbatches(inputs, targets, number), worker, None))
-            self._give(own, part, part.weight * number)
+        self.holding.heed_groups()
+        with own.naming_errors():
+            own.begin_batch()
+            parts = microbatches(inputs, targets, own.num_parts)
+            for part in islice(parts, own.parts.start, own.parts.stop):
+                self._give(own, part)
+            if self._options.is_flushed:
+                self._run(own, lambda stage: stage.completed >= self._num_begun)
+                return self._whole_loss(own)
             self._run(own, lambda stage: stage.started >= self._num_begun)
             is_alone = self._options.clock_distance is None
             is_known = is_alone and self._num_begun > own.in_flight
@@ -155,18 +172,17 @@ class Pipeline:
         if own is None or stage is None:
             return []
         self._parts.session.count()
-        placed = own.placed
-        with placed.naming_errors(), torch.no_grad():
-            if placed.columns is not None:
-                placed.columns.meet(Meeting.FLUSH)
-                own.agreement.take(placed.columns.add(own.agreement.rest()))
+        with own.naming_errors(), torch.no_grad():
+            if own.columns is not None:
+                own.columns.meet(Meeting.FLUSH)
+                own.agreement.take(own.columns.add(own.agreement.rest()))
             if own.rule is None:
                 return []
             self._run(own, lambda stage: stage.completed >= self._num_begun)
-            if placed.num_workers > 1:
+            if own.num_workers > 1:
                 self._settle(own, stage.weights)
             own.agreement.take(stage.weights.latest())
-            losses = self._of_all_workers(placed)
+            losses = self._of_all_workers(own)
             self.begin_anew(self.num_batches)  # as a trial does that goes on elsewhere
             self._host(own)
         return losses
@@ -182,46 +198,38 @@ class Pipeline:
         self._num_before, self._num_begun = num_batches, 0
         self._losses.clear()
 
-    def _step_and_flush(self, own: Construction, inputs: Any, targets: Any) -> Tensor:
-        if own.placed.columns is not None:
-            own.statistics.begin()
-        own.placed.ties.heed()
-        parts = list(microbatches(inputs, targets, own.in_flight))
-        for part in parts[own.parts.start : own.parts.stop]:
-            self._give(own, part, part.weight)
-        self._run(own, lambda stage: stage.completed >= self._num_begun)
+    def _whole_loss(self, own: Construction) -> Tensor:
+        """Of a batch whose parts are through."""
         loss = functools.reduce(torch.add, self._losses)
         self._losses.clear()
-        if own.placed.columns is not None:
-            loss = own.placed.columns.add_loss(loss)
-        return loss
+        return loss if own.columns is None else own.columns.add_loss(loss)
 
-    def _give(self, own: Construction, part: Microbatch, weight: float) -> None:
+    def _give(self, own: Construction, part: Microbatch) -> None:
         if self._stage is None:
             self._stage = own.stage(self._note)
         self._num_begun += 1
         number, device = self._num_begun, self._parts.device
-        if own.placed.is_first:
+        if own.is_first:
             self._stage.receive(Inputs(number=number, values=to_device(part.inputs, device)))
-        if own.placed.is_last:
+        if own.is_last:
             values = to_device(part.targets, device)
+            weight = part.weight / own.share
             self._stage.receive(Targets(number=number, values=values, weight=weight))
 
     def _run(self, own: Construction, is_done: Callable[[PipelineStage], bool]) -> None:
         """Take messages and do passes as they can be done, until enough are."""
-        stage, edges = self._stage, own.placed.edges
+        stage, edges = self._stage, own.edges
         assert stage is not None
         with torch.enable_grad():
             while not is_done(stage):
-                message = None if edges is None else edges.poll()
+                message = edges.poll()
                 if message is None and (turn := stage.next_turn()) is not None:
                     self._do(own, stage, turn)
                     continue
                 if message is None:
-                    assert edges is not None
                     message = edges.receive()
                 if is_evaluated(message):
-                    raise own.placed.parted(message, "evaluates", "trains")
+                    raise own.parted(message, "evaluates", "trains")
                 stage.receive(message)
         torch.clear_autocast_cache()  # of casts of weights that are old now
 
@@ -230,8 +238,8 @@ class Pipeline:
             stage.run(turn)
             return
         batch, place = divmod(turn.number - 1, len(own.parts))
-        num_parts = own.in_flight if self._options.is_flushed else 1
-        with own.placed.noise.of((self._num_before + batch) * num_parts + own.parts[place] + 1):
+        part = (self._num_before + batch) * own.num_parts + own.parts[place]
+        with own.noise.of(part + 1):
             stage.run(turn)
 
     def _note(self, done: PassDone) -> None:
@@ -247,12 +255,12 @@ class Pipeline:
         least = own.schedule.least_clock((self._num_begun // wave_size + 1) * wave_size)
         self._run(own, lambda _: weights.settle(least, rest))
 
-    def _of_all_workers(self, placed: Placed) -> list[Tensor]:
+    def _of_all_workers(self, own: Construction) -> list[Tensor]:
         """Losses of whole batches. Nobody goes on before all have settled, as all must tell."""
-        if placed.num_workers == 1:
+        if own.num_workers == 1:
             return list(self._losses)
         told = [rank["losses"] for rank in collectives.gather({"losses": list(self._losses)})]
-        firsts = [ranks[0] for ranks in placed.placement.ranks]
+        firsts = [ranks[0] for ranks in own.placement.ranks]
         for rank in firsts:
             if len(told[rank]) != len(told[0]):
                 raise TrialError(
@@ -265,8 +273,8 @@ class Pipeline:
 
     def _host(self, own: Construction) -> None:
         """Have parameter servers begin with the weights of now; all must call it."""
-        if own.placed.edges is not None and own.placed.directory.hosts:
-            own.placed.edges.host(own.servers())
+        if own.directory.hosts:
+            own.edges.host(own.servers())
             collectives.gather({})  # nobody pushes before all servers are there
 
     # -- evaluation -------------------------------------------------------------------------------
@@ -288,9 +296,9 @@ class Pipeline:
                 for inputs, targets in batches:
                     self._parts.session.check()
                     self._parts.weights.begin("pipeline.evaluate")
-                    placed = self._place(inputs, targets).placed  # measured as it trains
+                    own = self._place(inputs, targets)  # measured as it trains
                     self._model.eval()
-                    evaluation.add(placed, inputs, targets)
+                    evaluation.add(own, inputs, targets)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -319,22 +327,23 @@ class Pipeline:
                 untied=blocks_of(self._model, may_part_ties=False),
                 tied_bytes=shared_bytes(self._model),
             )
-            placed = place(self._holding, self._loss, batch, demand, self._parts, self._need)
-            given = self._model, self._optimizer, self._loss, self._names, options
-            self._own = Construction(*given, placed)
+            given = self._model, self._loss, batch, demand, self._parts, self._need
+            placement, directory = place(*given)
+            self._own = Construction(
+                self.holding, self._loss, options, placement, directory, self._parts
+            )
             self._host(self._own)
         return self._own
 
     @property
     def is_broken(self) -> bool:
         """Whether something was raised here amid what all ranks do: others wait for this one."""
-        edges = None if self._own is None else self._own.placed.edges
-        return edges is not None and edges.is_broken
+        return self._own is not None and self._own.edges.is_broken
 
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
         if self._own is not None:
-            self._own.placed.close(alone=alone)
+            self._own.close(alone=alone)
 
 
 class _Progress:
