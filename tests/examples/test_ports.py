@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import sqlite3
@@ -21,9 +20,11 @@ from optuna_fleet import SharedPipeline
 from tests.fleets import Leg, fleet_of
 from tests.nursery import Nursery
 
-PORTS = Path(__file__).parents[2] / "examples" / "ports"
-sys.path.insert(0, str(PORTS))
+ROOT = Path(__file__).parents[2]
+PORTS = ROOT / "examples" / "ports"
+sys.path[:0] = [str(PORTS), str(ROOT / "benchmarks")]
 import digits_data  # noqa: E402
+import porting  # noqa: E402
 import pytorch_distributed_fleet  # noqa: E402
 
 PLAIN = (  # beside pytorch_checkpoint, which has a test of its own
@@ -210,33 +211,22 @@ def test_a_missing_package_is_named_in_one_line(nursery: Nursery, tmp_path: Path
     ]
 
 
-def changed_lines(before: str, after: str) -> tuple[int, int]:
-    """Lines of code that are new or edited, and lines that are gone."""
-    old, new = (
-        [line for line in source.split('"""', 2)[2].splitlines() if line.strip()]
-        for source in ((PORTS / f"{name}.py").read_text() for name in (before, after))
+@pytest.mark.parametrize("page", ["examples/ports/README.md", "docs/comparison.md"])
+def test_tables_have_the_lines_that_differ(page: str) -> None:
+    text = (ROOT / page).read_text()
+    rows = re.findall(
+        r"^\|.*\((?:.*/)?(\w+_fleet)\.py\).*? (\d+) new or edited, (\d+) gone", text, re.M
     )
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    edits = [edit for edit in matcher.get_opcodes() if edit[0] != "equal"]
-    added = sum(end - begin for _, _, _, begin, end in edits)
-    return added, sum(max(0, (b - a) - (d - c)) for _, a, b, c, d in edits)
+    assert len(rows) >= 4
+    for fleet, *numbers in rows:
+        simple = fleet.replace("_fleet", "_simple")
+        simple = simple.replace("simple_simple", "simple")
+        assert porting.changes(simple, fleet)["ported"] == tuple(map(int, numbers)), fleet
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("pytorch_simple", "pytorch_simple_fleet"),
-        ("pytorch_distributed_simple", "pytorch_distributed_fleet"),
-        ("pytorch_lightning_simple", "pytorch_lightning_fleet"),
-        ("transformers_simple", "transformers_fleet"),
-    ],
-)
-def test_the_table_has_the_lines_that_differ(before: str, after: str) -> None:
-    (row,) = [
-        line for line in (PORTS / "README.md").read_text().splitlines() if f"({after}.py)" in line
-    ]
-    (numbers,) = re.findall(r"(\d+) new or edited, (\d+) gone", row)
-    assert tuple(map(int, numbers)) == changed_lines(before, after)
+def test_an_unchanged_script_has_three_new_lines() -> None:
+    for _, simple, fleet in porting.SCRIPTS.values():
+        assert porting.changes(simple, fleet)["unchanged"] == (3, 0)
 
 
 def test_ports_are_short() -> None:
