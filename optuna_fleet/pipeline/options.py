@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 from optuna_fleet.arguments import did_you_mean
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.preprocessor.samplers import Weights
 
 _NO_DATA = (type(None), bool, int, float, str, bytes, PathLike)
 _OF_A_LOADER = {
@@ -31,6 +27,8 @@ _OF_A_LOADER = {
     "worker_init_fn": "torch, NumPy and random are seeded before each sample, from `seed`; what "
     "each process needs for itself (open files, connections, libraries' threads) a data set sets "
     "up in __setstate__, which is called once in each of them, or at its first __getitem__",
+    "weights": "`sampler=torch.utils.data.WeightedRandomSampler(weights, num_samples)` draws by "
+    "them",
     "transform": "a data set has its own, or give `prepare` and `augment`",
 }
 _OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
@@ -187,19 +185,19 @@ _PURPOSES = {
 
 
 def sampler_by_name(
-    argument: str, given: Any, names: Collection[str], shuffled: Collection[str]
+    given: Any, names: Collection[str], shuffled: Collection[str]
 ) -> dict[str, Any]:
-    """Returns a sampler, or weights, per name; one alone is for the shuffled data set.
+    """Returns a sampler per name; one alone is for the shuffled data set.
 
     Raises:
         FleetConfigError: There is no such data set, or more than one that it could be for.
     """
     if given is not None and not isinstance(given, Mapping) and len(shuffled) != 1:
         raise FleetConfigError(
-            f"For which data set is `{argument}`? {len(shuffled)} of them are shuffled. Say "
-            f"it by name: {argument}={{{sorted(shuffled or names)[0]!r}: ...}}."
+            f"For which data set is `sampler`? {len(shuffled)} of them are shuffled. Say "
+            f"it by name: sampler={{{sorted(shuffled or names)[0]!r}: ...}}."
         )
-    return _named(argument, given, names, shuffled)
+    return _named("sampler", given, names, shuffled)
 
 
 def _named(
@@ -210,31 +208,6 @@ def _named(
     found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(default, given)
     _check_names(argument, found, names)
     return found
-
-
-def weights_of(name: str, given: Any, length: int) -> Weights:
-    """Returns what draws samples by their weights.
-
-    Raises:
-        FleetConfigError: They are no weights, or not one for each sample.
-    """
-    try:
-        weights = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
-        weights = np.empty(())
-    if weights.shape != (length,):
-        what = f"of shape {[*weights.shape]}" if weights.shape else f"{given!r:.60}"
-        raise FleetConfigError(
-            f"The `weights` of data set {name!r} are {what}, but must be {length} numbers, one "
-            "for each sample."
-        )
-    sum_at_most = float(weights.max()) * length  # neither is NaN
-    if not ((weights >= 0).all() and 0 < sum_at_most < math.inf):
-        raise FleetConfigError(
-            f"The `weights` of data set {name!r} must be numbers >= 0 with a sum > 0 that is "
-            f"finite, but the least is {weights.min()} and the largest {weights.max()}."
-        )
-    return Weights(cumulated=np.cumsum(weights))
 
 
 def num_drawn(name: str, sampler: Any) -> int:

@@ -59,6 +59,7 @@ class DatasetSpec:
         shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
         sampled: A sampler of the user's says which samples an epoch has, and in which order.
         batched: Its samples are read many at once, with ``__getitems__``.
+        kept: What `prepare` gives is kept for later epochs.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
             preprocessors finish the samples.
@@ -70,6 +71,7 @@ class DatasetSpec:
     shuffled: bool
     sampled: bool = False
     batched: bool = False
+    kept: bool = False
     collate: bytes | None = None
     finish: bytes | None = None
 

@@ -19,7 +19,7 @@ from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
-from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
+from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
@@ -61,7 +61,7 @@ class Samples:
         self,
         load: Callable[[], Source],
         spec: PipelineSpec,
-        decoded: DecodedSamples | None = None,
+        decoded: DecodedStore | None = None,
     ) -> None:
         self._load = load
         self._spec = spec
@@ -77,10 +77,11 @@ class Samples:
         self.complaint: ChunkError | None = None
         self.num_loaded = 0
 
-    def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
+    def sample(self, key: ChunkKey, position: int, *, use_store: bool = True) -> Any:
         """Returns the sample at this position of the order of the chunk's epoch.
 
-        If it may ``use_store``, the beginning is taken from the decoded store, or put there.
+        Unless it may not ``use_store``, the beginning is taken from the decoded store, or put
+        there, where the data set is kept.
 
         Raises:
             SampleError: It raised, or as many samples in a row as may be skipped.
@@ -139,28 +140,13 @@ class Samples:
     def is_repeatable(self, key: ChunkKey, first: Any) -> bool:
         """Returns whether the first sample of an epoch is the same when it is made again."""
         num_skipped = len(self.skipped)
-        found = comes_again(first, lambda: self.sample(key, 0))
+        found = comes_again(first, lambda: self.sample(key, 0, use_store=False))
         del self.skipped[num_skipped:]
         return found
 
     def _at(self, spec: DatasetSpec, epoch: int, position: int | None) -> None:
         if spec.batched:
             self._sources().datasets[spec.name].at(epoch, position)
-
-    def prepared_bytes(self, key: ChunkKey) -> int | None:
-        """Returns the size of a sample in the decoded store; None if it is not to be used."""
-        spec = self._spec.dataset(key.name)
-        if not spec.shuffled or self._decoded is None:
-            return None
-        try:
-            source = self._sources()
-            index = self._place(spec, key.epoch, 0) % spec.length
-            if not (stages := source.stages[spec.name]).in_parts:
-                return None
-            self._at(spec, key.epoch, None)
-            return sum(map(len, pack(stages.prepared(source.datasets[spec.name], index))))
-        except Exception:
-            return None  # it is reported when the sample is wanted
 
     def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
         """The number of a sample in the order of an epoch, see `samplers`."""
@@ -198,14 +184,14 @@ class Samples:
         seed: Callable[[], None],
         use_store: bool,
     ) -> Any:
-        store = self._decoded if use_store else None
+        store = self._decoded if use_store and spec.kept else None
         if store is not None and (loaded := store.get(spec.name, index)) is not None:
             self.num_loaded += 1
             return loaded[0]
         seed()
         prepared = stages.prepared(self._sources().datasets[spec.name], index)
         if store is not None:
-            store.put(index, pack(prepared))
+            store.put(spec.name, index, prepared)
         return prepared
 
     def _sources(self) -> Source:

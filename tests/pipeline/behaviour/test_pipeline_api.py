@@ -97,11 +97,7 @@ def test_names_that_tell(name):
             {"train": DataLoader([1])},
             r"is a DataLoader, .*SharedPipeline.from_dataloader\(train=loader\)",
         ),
-        ({"train": [1], "spill_bytes": 9}, "spill_bytes=9, but no spill_dir.*folder"),
-        (
-            {"train": [1], "memory_bytes": 800, "decoded_bytes": 800},
-            "decoded_bytes=800, .*at most 700: .*memory_bytes, which is 800.*larger",
-        ),
+        ({"train": [1], "weights": [1.0]}, "`weights` is no option.*WeightedRandomSampler"),
     ],
 )
 def test_arguments_that_can_not_work(arguments, message):
@@ -112,13 +108,6 @@ def test_arguments_that_can_not_work(arguments, message):
 def test_data_sets_must_have_names():
     with pytest.raises(FleetConfigError, match=r"by name: .*1 without a name"):
         SharedPipeline([1])
-
-
-def test_decoded_store_larger_than_the_default_budget():
-    pipeline = SharedPipeline(train=[1], decoded_bytes=1 << 60)
-    with pytest.raises(FleetConfigError, match=r"decoded_bytes=.*at most"):
-        pipeline.packed().setup(1)
-    assert SharedPipeline(train=[1], decoded_bytes=100, memory_bytes=120).packed().setup(1)
 
 
 def test_data_set_that_can_not_be_pickled():
