@@ -61,6 +61,8 @@ class SharedPipeline:
         batched: Names of the data sets that are read many samples at once, by their
             ``__getitems__(indices)``, as those of Hugging Face have it; True for all. It must give
             for each index what ``dataset[index]`` gives.
+        shards: In how many parts a stream is read, of which samples are taken in turn: to it, that
+            many workers of a DataLoader. What comes in which order depends on their number.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
@@ -73,7 +75,9 @@ class SharedPipeline:
             Where there is a ``prepare`` or ``augment``, a third of it is for the decoded store.
         spill_dir: A folder on a local disk for a file that takes the place of the memory, where
             that is short: ``memory_bytes`` is its size, half of what is free there by default.
-        **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``) by name.
+        **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``), or streams
+            (``torch.utils.data.IterableDataset``), by name. An epoch of a stream is one pass. One
+            without a ``len()`` is read once, before anything starts, to count its samples.
 
     Raises:
         FleetConfigError: An argument can't work.
@@ -94,6 +98,7 @@ class SharedPipeline:
         augment: Stage | Mapping[str, Stage] | None = None,
         finish: Stage | Mapping[str, Stage] | None = None,
         batched: bool | Collection[str] = False,
+        shards: int = 8,
         on_error: OnError = "raise",
         exchange: str = "all-shared",
         shuffled: Collection[str] | None = None,
@@ -115,8 +120,9 @@ class SharedPipeline:
         self._shuffled = options.shuffled_among(shuffled, datasets)
         self._batched = options.batched_among(batched, datasets)
         samplers = options.sampler_by_name(sampler, datasets, self._shuffled)
-        drawn = {name: options.num_drawn(name, each) for name, each in samplers.items()}
-        self._num_samples = {**self._lengths, **drawn}
+        self._num_drawn = {name: options.num_drawn(name, each) for name, each in samplers.items()}
+        check_number("shards", shards, least=1, most=10_000, whole=True)
+        self._shards = operator.index(shards)
         by_name = options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
         prepares = by_name("prepare", prepare, datasets, datasets)
@@ -192,23 +198,38 @@ class SharedPipeline:
         """Returns the description of the data sets, as far as no sample has to be read for it."""
         stages, shares = self._source.stages, self._num_alone is None
         kept = {name for name in self._shuffled if shares and stages[name].in_parts}
+        lengths = {name: self._length(name) for name in self._lengths}
         return PipelineSpec(
             seed=self.seed,
             datasets=tuple(
                 DatasetSpec(
                     name=name,
-                    num_samples=self._num_samples[name],
+                    num_samples=self._num_drawn.get(name, length),
                     length=length,
+                    shards=self._shards if options.is_stream(self._source.datasets[name]) else 0,
                     sampled=name in self._source.samplers,
                     shuffled=name in self._shuffled,
                     batched=name in self._batched,
-                    kept=name in kept,
+                    kept=name in kept and not options.is_stream(self._source.datasets[name]),
                     collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
-                for name, length in self._lengths.items()
+                for name, length in lengths.items()
             ),
             on_error=self._on_error,
         )
+
+    def _length(self, name: str) -> int:
+        """The length of a data set; a stream that does not tell its own is read once."""
+        if (length := self._lengths[name]) is None:
+            from optuna_fleet.pipeline.preprocessor.order import own_randomness
+            from optuna_fleet.pipeline.preprocessor.streams import Stream
+
+            packed_part("stream", name, dataset := self._source.datasets[name])
+            with own_randomness():
+                stream = Stream(dataset, name=name, num_shards=self._shards, seed=self.seed)
+                length = self._lengths[name] = stream.count()
+            options.check_length(name, length)
+        return length
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""

@@ -78,6 +78,7 @@ def preprocessor_main(
         samples=samples,
         asking=asking,
     )
+    samples.at_work = producer.tell
     try:
         while True:
             match wire.receive(sock):
@@ -167,10 +168,14 @@ class _Producer:
 
     def _sample(self, key: ChunkKey, position: int) -> Any:
         made = self.samples.sample(key, position)
+        self.tell()
+        return made
+
+    def tell(self) -> None:
+        """A sample was made."""
         if time.monotonic() - self.told_s > _TELL_S:
             wire.send(self.sock, AtWork())
             self.told_s = time.monotonic()
-        return made
 
     def fetch(self, order: ProduceChunk) -> None:
         """Gets a chunk from the node that owns it, and says so."""

@@ -70,14 +70,17 @@ def watched(
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """What is seeded within is as it was before, outside."""
+    """What is seeded within, or told of workers, is as it was before, outside."""
     import torch
+    from torch.utils.data._utils import worker
 
+    info = worker._worker_info
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        worker._worker_info = info
         random.setstate(python)
         np.random.set_state(numpy)
 

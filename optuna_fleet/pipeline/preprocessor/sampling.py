@@ -23,6 +23,7 @@ from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
+from optuna_fleet.pipeline.preprocessor.streams import Stream
 from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.preprocessor.together import Together
 from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
@@ -55,7 +56,10 @@ class Samples:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
+        at_work: Called as samples are made that are not wanted.
     """
+
+    at_work: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -90,7 +94,8 @@ class Samples:
         self._sources()  # its errors are none of the sample
         place = self._place(spec, key.epoch, position)
         self._at(spec, key.epoch, position)
-        num_tries = MAX_SUBSTITUTES if self._spec.on_error == "skip" else 1
+        may_skip = self._spec.on_error == "skip" and not spec.shards
+        num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
             try:
                 data = self._made(spec, key.epoch, place, use_store)
@@ -145,7 +150,7 @@ class Samples:
         return found
 
     def _at(self, spec: DatasetSpec, epoch: int, position: int | None) -> None:
-        if spec.batched:
+        if spec.batched or spec.shards:
             self._sources().datasets[spec.name].at(epoch, position)
 
     def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
@@ -200,9 +205,9 @@ class Samples:
                 source = self._load()
             self._around = Surroundings(source, self._spec)
             datasets = {
-                each.name: self._together(each, source.datasets[each.name], self._around)
+                each.name: read(each, source.datasets[each.name], self._around)
                 for each in self._spec.datasets
-                if each.batched
+                if (read := self._stream if each.shards else each.batched and self._together)
             }
             self._source = replace(
                 source,
@@ -222,6 +227,16 @@ class Samples:
             places=places,
             begin=partial(around.begin, spec.name),
             may_skip=self._spec.on_error == "skip",
+        )
+
+    def _stream(self, spec: DatasetSpec, dataset: Any, _: Surroundings) -> Stream:
+        return Stream(
+            dataset,
+            name=spec.name,
+            num_shards=spec.shards,
+            seed=self._spec.seed,
+            num_samples=spec.num_samples,
+            at_work=lambda: self.at_work(),
         )
 
 

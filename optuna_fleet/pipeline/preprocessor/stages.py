@@ -45,7 +45,8 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
     Raises:
         FleetConfigError: What the user gave does not do what it must.
     """
-    in_parts = [each for each in spec.datasets if source.stages[each.name].in_parts]
+    kept = [each for each in spec.datasets if not each.shards]  # nothing of a stream is
+    in_parts = [each for each in kept if source.stages[each.name].in_parts]
     if not (in_parts or source.samplers):
         return
     source = load()

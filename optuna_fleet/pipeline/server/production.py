@@ -59,7 +59,7 @@ class Production:
         arena: Where chunks and decoded samples lie.
         store: The chunk store, which is told of all results.
         counts: What was done.
-        pools: The preprocessors, and those who ask other nodes.
+        pools: The preprocessors, those who read streams, and those who ask other nodes.
         notices: What the user is to be told.
     """
 
@@ -109,7 +109,10 @@ class Production:
             clock=clock,
         )
         self.pool, fetchers = new_pool(limit=setup.num_preprocessors), new_pool(limit=NUM_FETCHERS)
-        self.pools = [self.pool, fetchers]
+        # A stream is read by one process: another one would have to begin at its start.
+        self._streams = {each.name: new_pool(limit=1) for each in spec.datasets if each.shards}
+        self._makers = [self.pool, *self._streams.values()]
+        self.pools = [*self._makers, fetchers]
         self._peers = peers
         self._fetching = Fetching(peers, fetchers, self._space)
         self._staffing = Staffing(setup.num_preprocessors, is_adaptive=setup.is_adaptive)
@@ -133,12 +136,12 @@ class Production:
     def work(self) -> None:
         """Gives preprocessors work while there is any that fits."""
         self._meter.advance(self._clock())
-        pool, fetching = self.pool, self._fetching
-        pool.target = self._staffing.number
-        while pool.has_room() and (measuring := self.sizing.order()) is not None:
-            pool.give(measuring)
-        while pool.has_room() or fetching.has_room():
-            is_any = self._peers is None and not self._setup.num_alone
+        self.pool.target = self._staffing.number
+        for name in self.sizing.wanted:
+            if (pool := self._pool_for(name)).has_room():
+                pool.give(self.sizing.order(name))
+        while self._fetching.has_room() or any(pool.has_room() for pool in self._makers):
+            is_any = not (self._peers or self._setup.num_alone or self._streams)
             order = self.store.assign(None if is_any else self._accepts)
             if order is None:
                 break
@@ -149,8 +152,12 @@ class Production:
     def resume(self) -> None:
         """Tries again what could not be done; to be called now and then, before `work`."""
         for pool in self.pools:
-            pool.resume(end_idle=self._setup.is_adaptive)
+            reads_on = pool in self._streams.values()
+            pool.resume(end_idle=self._setup.is_adaptive and not reads_on)
         self._staffing.ended(self.pool.num_running)
+
+    def _pool_for(self, name: str) -> PreprocessorPool:
+        return self._streams.get(name, self.pool)
 
     def _source(self, key: ChunkKey) -> Peer | None:
         return self._fetching.source(key, self.store.order_bytes(key))
@@ -160,7 +167,8 @@ class Production:
         most = self._setup.num_alone
         if key.owner is not None and most and self.store.num_producing(key.owner) >= most:
             return False
-        return (self.pool if self._source(key) is None else self._fetching).has_room()
+        makers = self._pool_for(key.name)
+        return (makers if self._source(key) is None else self._fetching).has_room()
 
     def _give(self, order: Order) -> None:
         key, address, max_bytes = order
@@ -172,7 +180,7 @@ class Production:
             max_bytes=max_bytes,
             source=source,
         )
-        (self.pool if source is None else self._fetching).give(work)
+        (self._pool_for(key.name) if source is None else self._fetching).give(work)
 
     def close(self) -> None:
         """Ends the preprocessors, and frees all memory."""
@@ -200,8 +208,8 @@ class Production:
         if meter.now_s - self._looked_s >= _LOOK_S:
             self._ready, self._looked_s = store.ready(), meter.now_s
         meter.levels = Levels(
-            running=self.pool.num_running,
-            busy=self.pool.num_busy,
+            running=sum(pool.num_running for pool in self._makers),
+            busy=sum(pool.num_busy for pool in self._makers),
             is_blocked=store.has_work and not self._setup.num_alone,
             reading=len(store.passes) + self.sizing.num_measuring,
             stalled=store.num_stalled + self.sizing.num_measuring,
