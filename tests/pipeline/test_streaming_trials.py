@@ -32,6 +32,8 @@ class Numbers(IterableDataset[int]):
 
 def objective(trial: Any) -> float:
     model = torch.nn.Linear(1, 1, dtype=torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
     model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     for _ in trial.epochs(4):
         for numbers in trial.batches("train", batch_size=8):
