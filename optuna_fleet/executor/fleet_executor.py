@@ -72,10 +72,10 @@ class FleetExecutor:
         checkpoints: Where trials are checkpointed while they run: a `Checkpoints`, or a folder.
             With a folder, the same call made again goes on where a killed or interrupted one
             stopped, and the best trials leave their weights (`load_best_model`):
-            docs/checkpoints.md.
+            docs/reliability.md.
         limits: What trials may take; a `Limits`.
         preflight: Whether trials are checked to give the same before they get several devices or
-            are moved: docs/results.md. A `Preflight`; or False, if you know that they do.
+            are moved: docs/objective.md. A `Preflight`; or False, if you know that they do.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
@@ -279,7 +279,7 @@ class FleetExecutor:
         Its beginning is run several times in processes on the CPU that are thrown away: on one
         device, on one between moves, on several; what results depend on is compared. Neither the
         study nor its sampler is touched, and nothing that is running is disturbed. See
-        docs/results.md.
+        docs/objective.md.
 
         Args:
             study: What the objective may ask its study for is taken from here.

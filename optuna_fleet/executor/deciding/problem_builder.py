@@ -211,7 +211,7 @@ class ProblemBuilder:
             predicted_epochs=trial.predicted_epochs,
             **model.facts(),
             movable=self.is_movable(trial),
-            is_within_epoch=trial.run is not None and trial.run.stage is not Stage.AT_REST,
+            is_within_epoch=trial.run is not None and not trial.run.is_between_epochs,
             rescale_up_s=move_s if model.rescale_up_s is None else model.rescale_up_s,
             rescale_down_s=move_s if model.rescale_down_s is None else model.rescale_down_s,
         )

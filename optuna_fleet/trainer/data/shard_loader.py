@@ -38,7 +38,7 @@ _UNPREPARED = (
 )
 _NOT_CHECKED = (
     "It is not checked whether it gives the same on several devices, as it has asked for them "
-    "(min_devices, trial.pipeline). See docs/results.md."
+    "(min_devices, trial.pipeline). See docs/objective.md."
 )
 _MOVABLE = (
     "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
