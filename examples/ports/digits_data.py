@@ -30,12 +30,14 @@ def get_loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
     return DataLoader(train, batch_size, shuffle=True), DataLoader(val, batch_size)
 
 
-def parse_arguments(doc: str) -> argparse.Namespace:
-    """Return the command line: `trials`, `fleet`, `devices`, `storage`."""
+def parse_arguments(doc: str, epochs: int | None = None) -> argparse.Namespace:
+    """Return the command line: `trials`, `fleet`, `devices`, `storage`; `epochs` if given."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=20)
+    if epochs is not None:
+        parser.add_argument("--epochs", type=int, default=epochs, help="of each trial")
     parser.add_argument("--fleet", action="store_true", help="run the trials on all devices")
     parser.add_argument("--devices", type=int, help="default: all GPUs, else all CPU cores")
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")

@@ -14,7 +14,7 @@ LEAST_MEMORY_BYTES = 64 << 20
 NICENESS = 15
 """Added to the niceness of preprocessors where trials compute on the CPU.
 
-Trainers then keep nearly all of their speed (docs/preprocessing.md has a measurement). When they
+Trainers then keep nearly all of their speed (docs/data.md has a measurement). When they
 wait for data, preprocessors have their cores.
 """
 

@@ -2,6 +2,8 @@
 
 What torch draws is drawn and then overwritten; Python and NumPy draw with a new generator for each
 call. Dropout, in layers too, is a mask that is 1. A generator of the user's own is left as it is.
+torch's own goes on by as much for each draw, whatever its size: what is drawn after the epochs
+(the next fold's weights) is the same after parts of a batch.
 """
 
 from __future__ import annotations
@@ -66,8 +68,12 @@ class QuietNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
+        is_draw = self.is_on and torch.Tag.nondeterministic_seeded in func.tags
+        state = torch.get_rng_state() if is_draw else None
         drawn = func(*args, **kwargs)
-        if self.is_on and torch.Tag.nondeterministic_seeded in func.tags:
+        if state is not None:
+            torch.set_rng_state(state)
+            torch.rand((), device="cpu")
             name = func.overloadpacket.__name__
             if name in _OF_TORCH and kwargs.get("generator") is None:
                 given = args[1:] if name.endswith("_") else args

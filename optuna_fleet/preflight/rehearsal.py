@@ -160,6 +160,7 @@ class RehearsedTrial(FleetTrial):
         self._notes = notes
         self._recorder = Recorder(notes)
         self._num_loops = 0
+        self._num_looped = 0  # objects that were prepared for loops so far
 
     def begin(self) -> None:
         """Run the objective."""
@@ -234,10 +235,12 @@ class RehearsedTrial(FleetTrial):
     def _rehearsed(self, epochs: Iterator[int], numbers: list[int]) -> Iterator[int]:
         self._num_loops += 1
         loop = self._num_loops
+        trained = self.prepared[self._num_looped :] or self.prepared  # folds before are done
+        self._num_looped = len(self.prepared)
         for epoch in epochs:
             if not self.prepared:
                 self._session.unwind(Left)
-            self._begin_epoch(loop, epoch)
+            self._begin_epoch(loop, epoch, trained)
             self._noise.is_on = True
             yield numbers[epoch]
             self._noise.is_on = False
@@ -247,10 +250,10 @@ class RehearsedTrial(FleetTrial):
         if loop >= _MOST_LOOPS or is_last_loop():
             self._session.unwind(Left)
 
-    def _begin_epoch(self, loop: int, epoch: int) -> None:
+    def _begin_epoch(self, loop: int, epoch: int, trained: Sequence[Any]) -> None:
         """A mini-epoch begins, or goes on."""
         self._recorder.begin_epoch(self.prepared, loop, epoch)
-        _disturb(self.prepared, epoch, 4 * self._order.is_nudged)
+        _disturb(trained, epoch, 4 * self._order.is_nudged)
         if self._order.moves and self._notes.moved_within != (loop, epoch):
             self._notes.moved_within = (loop, epoch)
             stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import signal
 import sqlite3
@@ -21,26 +20,41 @@ from optuna_fleet import SharedPipeline
 from tests.fleets import Leg, fleet_of
 from tests.nursery import Nursery
 
-PORTS = Path(__file__).parents[2] / "examples" / "ports"
-sys.path.insert(0, str(PORTS))
+ROOT = Path(__file__).parents[2]
+PORTS = ROOT / "examples" / "ports"
+sys.path[:0] = [str(PORTS), str(ROOT / "benchmarks")]
 import digits_data  # noqa: E402
+import porting  # noqa: E402
 import pytorch_distributed_fleet  # noqa: E402
 
 PLAIN = (  # beside pytorch_checkpoint, which has a test of its own
     "pytorch_simple",
     "pytorch_distributed_simple",
     "pytorch_multi_objective",
+    "pytorch_vision_simple",
+    "pytorch_folds_simple",
     "pytorch_lightning_simple",
     "pytorch_ignite_simple",
     "transformers_simple",
 )
-FLEET = ("pytorch_simple_fleet", "pytorch_lightning_fleet", "transformers_fleet")
+FLEET = (
+    "pytorch_simple_fleet",
+    "pytorch_vision_fleet",
+    "pytorch_folds_fleet",
+    "pytorch_lightning_fleet",
+    "transformers_fleet",
+)
 
 
 def printed_in(ended: subprocess.CompletedProcess[str]) -> str:
     """What a process printed, which must have ended well."""
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr
+
+
+def shorter(port: str) -> list[str]:
+    """Options for a test, of a port that takes longer than others."""
+    return ["--epochs", "2"] if re.search("vision|folds", port) else []
 
 
 def trials_of(storage: str) -> list[FrozenTrial]:
@@ -63,6 +77,7 @@ def flown(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: An
     folder = tmp_path_factory.mktemp(request.param)
     storage = f"sqlite:///{folder}/study.db"
     options = ["--fleet", "--trials", "2", "--devices", "2", "--storage", storage]
+    options += shorter(request.param)
     printed = printed_in(nursery.run(PORTS / f"{request.param}.py", *options, folder=folder))
     assert "2 complete" in printed
     assert "Traceback" not in printed
@@ -77,23 +92,26 @@ def test_a_port_runs_on_a_fleet(flown: tuple[str, str]) -> None:
     assert all(0 <= trial.values[-1] <= 1 for trial in trials)
     if port == "pytorch_multi_objective":
         assert all(trial.values[0] > 2 * 64 * 4 for trial in trials)
+    elif "folds" in port:
+        assert all(0 <= trial.values[0] <= 1 for trial in trials)
     else:
         assert all(list(trial.intermediate_values.values())[-1] == trial.value for trial in trials)
 
 
 AGAIN = """
-import importlib, sys, optuna, torch, torch.distributed as dist
+import functools, importlib, sys, optuna, torch, torch.distributed as dist
 from optuna_fleet.executor.cluster.devices import cpu_count
 
 torch.set_num_threads(max(1, cpu_count() // 2))  # as in each of two trainers
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 port, storage = importlib.import_module(sys.argv[1]), sys.argv[2]
+epochs = {"num_epochs": int(sys.argv[4])} if sys.argv[3:] else {}
 (summary,) = optuna.get_all_study_summaries(storage)
 flown = optuna.load_study(study_name=summary.study_name, storage=storage)
 alone = optuna.create_study(directions=flown.directions)
 for trial in flown.trials:
     alone.enqueue_trial(trial.params)
-alone.optimize(port.objective, n_trials=len(flown.trials))
+alone.optimize(functools.partial(port.objective, **epochs), n_trials=len(flown.trials))
 for one, other in zip(flown.trials, alone.trials, strict=True):
     assert one.params == other.params
     assert one.values == other.values, (one.values, other.values)
@@ -106,7 +124,7 @@ def test_optuna_alone_gets_the_same_values_from_the_same_objective(
     nursery: Nursery, flown: tuple[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "again.py").write_text(AGAIN)
-    printed_in(nursery.run(tmp_path / "again.py", *flown))
+    printed_in(nursery.run(tmp_path / "again.py", *flown, *shorter(flown[0])))
 
 
 def test_collectives_of_the_objectives_own_are_those_of_its_trial() -> None:
@@ -193,33 +211,22 @@ def test_a_missing_package_is_named_in_one_line(nursery: Nursery, tmp_path: Path
     ]
 
 
-def changed_lines(before: str, after: str) -> tuple[int, int]:
-    """Lines of code that are new or edited, and lines that are gone."""
-    old, new = (
-        [line for line in source.split('"""', 2)[2].splitlines() if line.strip()]
-        for source in ((PORTS / f"{name}.py").read_text() for name in (before, after))
+@pytest.mark.parametrize("page", ["examples/ports/README.md", "docs/comparison.md"])
+def test_tables_have_the_lines_that_differ(page: str) -> None:
+    text = (ROOT / page).read_text()
+    rows = re.findall(
+        r"^\|.*\((?:.*/)?(\w+_fleet)\.py\).*? (\d+) new or edited, (\d+) gone", text, re.M
     )
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    edits = [edit for edit in matcher.get_opcodes() if edit[0] != "equal"]
-    added = sum(end - begin for _, _, _, begin, end in edits)
-    return added, sum(max(0, (b - a) - (d - c)) for _, a, b, c, d in edits)
+    assert len(rows) >= 4
+    for fleet, *numbers in rows:
+        simple = fleet.replace("_fleet", "_simple")
+        simple = simple.replace("simple_simple", "simple")
+        assert porting.changes(simple, fleet)["ported"] == tuple(map(int, numbers)), fleet
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("pytorch_simple", "pytorch_simple_fleet"),
-        ("pytorch_distributed_simple", "pytorch_distributed_fleet"),
-        ("pytorch_lightning_simple", "pytorch_lightning_fleet"),
-        ("transformers_simple", "transformers_fleet"),
-    ],
-)
-def test_the_table_has_the_lines_that_differ(before: str, after: str) -> None:
-    (row,) = [
-        line for line in (PORTS / "README.md").read_text().splitlines() if f"({after}.py)" in line
-    ]
-    (numbers,) = re.findall(r"(\d+) new or edited, (\d+) gone", row)
-    assert tuple(map(int, numbers)) == changed_lines(before, after)
+def test_an_unchanged_script_has_three_new_lines() -> None:
+    for _, simple, fleet in porting.SCRIPTS.values():
+        assert porting.changes(simple, fleet)["unchanged"] == (3, 0)
 
 
 def test_ports_are_short() -> None:

@@ -748,6 +748,17 @@ class NoamOpt:
         self.optimizer.step()
 
 
+@WRONG.case(STAYS, "chosen")
+def draws_between_folds(trial: Any) -> None:
+    """What the next fold trains on is drawn after dropout; after a move nothing was dropped."""
+    for fold in ("train_table", "val_table"):
+        chosen = torch.rand(6)
+        model, optimizer = prepared(trial, network(nn.Dropout(0.5)))
+        for _ in trial.epochs(3):
+            for x, y, _ in trial.batches(fold, BATCH):
+                step(optimizer, F.cross_entropy(model(chosen * x), y))
+
+
 @WRONG.case(STAYS, "_step")
 def wrapper_that_counts_steps(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())

@@ -13,7 +13,7 @@ from tests.preflight.verdicts import VERDICTS
 
 
 # All of them: python benchmarks/preflight.py
-@pytest.mark.parametrize("name", list(GOOD)[::16])
+@pytest.mark.parametrize("name", [*list(GOOD)[::16], "folds_with_dropout"])
 def test_it_is_let_go(check: Any, name: str) -> None:
     case = GOOD[name]
     verdict = check(case.objective, pipeline(), case.params)
