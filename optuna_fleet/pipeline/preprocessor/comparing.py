@@ -65,7 +65,7 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
     """
     try:
         before = copy.deepcopy(sample)  # making it again may write into it
-        again = make()
+        again = copy.deepcopy(make())  # as a set in it may come in another order then
         return same(before, again) or b"".join(packed(before)) == b"".join(packed(again))
     except Exception:
         return True  # of the moment, perhaps: it says nothing of the sample
