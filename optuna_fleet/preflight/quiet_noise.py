@@ -2,8 +2,8 @@
 
 What torch draws is drawn and then overwritten; Python and NumPy draw with a new generator for each
 call. Dropout, in layers too, is a mask that is 1. A generator of the user's own is left as it is.
-torch's own goes on by as much for each draw, whatever its size: what is drawn after the epochs (the
-next fold's weights) is the same after parts of a batch.
+torch's own goes on by as much for each draw, whatever its size: what is drawn after the epochs
+(the next fold's weights) is the same after parts of a batch.
 """
 
 from __future__ import annotations
