@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import sqlite3
@@ -26,6 +27,7 @@ sys.path[:0] = [str(PORTS), str(ROOT / "benchmarks")]
 import digits_data  # noqa: E402
 import porting  # noqa: E402
 import pytorch_distributed_fleet  # noqa: E402
+import pytorch_folds_fleet  # noqa: E402
 
 PLAIN = (  # beside pytorch_checkpoint, which has a test of its own
     "pytorch_simple",
@@ -144,15 +146,19 @@ def test_collectives_of_the_objectives_own_are_those_of_its_trial() -> None:
     assert wide == pytest.approx(alone, abs=3.5 / 359)  # rounding may decide a close case
 
 
-@pytest.mark.parametrize("port", [pytorch_vision_fleet, pytorch_folds_fleet])
-def test_a_trial_that_moves_has_the_values_of_one_that_stays(port: Any) -> None:
-    pipelines = {pytorch_vision_fleet: port_of_vision, pytorch_folds_fleet: port_of_folds}
+def test_folds_that_move_are_scored_as_those_that_stay() -> None:
+    folds = pytorch_folds_fleet.load_folds()
+    parts = {f"train_{fold}": train for fold, (train, _) in enumerate(folds)}
+    parts |= {f"val_{fold}": val for fold, (_, val) in enumerate(folds)}
+    objective = functools.partial(pytorch_folds_fleet.objective, num_epochs=2)
+    params = {"lr": 0.01, "weight_of_malign": 1.0, "hidden": 8, "dropout": 0.3}
     values = []
-    with fleet_of(devices=2, pipeline=pipelines[port]()) as fleet:
-        for legs in ([Leg((0,), 1), Leg((1,), 2), Leg((0,))], [Leg((1,))]):
+    with fleet_of(devices=2, pipeline=SharedPipeline(**parts)) as fleet:
+        for legs in ([Leg((0,), 1), Leg((1,), 5), Leg((0,))], [Leg((1,))]):
             fleet.script = {0: legs}
-            study = optuna.create_study(directions=2 * ["minimize"])
-            study.optimize(partial(port.objective, num_epochs=2), n_trials=1, executor=fleet)
+            study = optuna.create_study(directions=["minimize", "minimize"])
+            study.enqueue_trial(params)
+            study.optimize(objective, n_trials=1, executor=fleet)
             values.append(study.trials[0].values)
     assert values[0] == values[1]
 
