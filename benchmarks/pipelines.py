@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
-from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 NUM_LAYERS = 6
 STEPS = {True: 12, False: 40}  # with flushes, without

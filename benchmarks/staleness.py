@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.virtual_workers.wsp.schedules import WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import WaveSynchronous
 from tests.virtual_workers.in_process import Blueprint, InProcess, Workers
 
 BATCH_SIZE, IN_FLIGHT, NUM_EPOCHS, FALLS_AFTER = 32, 4, 57, 40

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/watching.md.
+"""Draws the pictures of docs/index.md.
 
 python -m benchmarks.watching             # `optuna-fleet top` and its page, of a sweep of digits
 python -m benchmarks.watching --notebook  # a part of examples/notebook.ipynb; needs nbconvert

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet import __version__
-from optuna_fleet.checkpoints.folder import holder_of
 from optuna_fleet.checkpoints.inventory import entries, prune, table
+from optuna_fleet.checkpoints.store import holder_of
 from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.executor.cluster.agent.command import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from optuna_fleet.accelerator import ACCELERATORS
+
 
 class FleetError(Exception):
     """Base class of every error raised by optuna-fleet."""
@@ -80,7 +82,7 @@ def is_for_want_of_peers(error: BaseException) -> bool:
 
     Gloo's errors have no type of their own.
     """
-    if is_out_of_memory(error):  # NCCL needs some too
+    if is_out_of_memory(error):  # to send needs some too
         return False
     if {"DistBackendError", "DistNetworkError", "DistStoreError"} & _names(error):
         return not _says(error, ("invalid usage", "invalid argument"))
@@ -88,36 +90,21 @@ def is_for_want_of_peers(error: BaseException) -> bool:
     return is_of_gloo and _says(error, _PEERS_GONE)
 
 
-_DEVICE_ITSELF = (
-    "CUDA driver initialization failed",
-    "Unexpected error from cudaGetDeviceCount",
-    "No CUDA GPUs are available",
-    "no CUDA-capable device is detected",
-    "CUDA-capable device(s) is/are busy or unavailable",
-    "uncorrectable ECC error",
-    "uncorrectable NVLink error",
-    "hardware stack error",
-    "system not yet initialized",
-    "CUDA error: unknown error",
-)
-
-
 def is_of_device(error: BaseException) -> bool:
     """Whether a GPU has failed, whatever it was asked to do.
 
     Illegal accesses and failed assertions are no such errors: mostly they are the program's.
     """
-    return isinstance(error, RuntimeError) and _says(error, _DEVICE_ITSELF)
-
-
-_OF_NCCL = ("Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc")
+    told = (words for each in ACCELERATORS for words in each.failures)
+    return isinstance(error, RuntimeError) and _says(error, told)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, of whatever library, means that memory ran out."""
     if {"MemoryError", "OutOfMemoryError"} & _names(error):  # the second is torch's
         return True
-    told = ("can't allocate memory", "out of memory", "ALLOC_FAILED", *_OF_NCCL)
+    of_groups = (words for each in ACCELERATORS for words in each.wants_memory)
+    told = ("can't allocate memory", "out of memory", "ALLOC_FAILED", *of_groups)
     return isinstance(error, RuntimeError) and _says(error, told)
 
 

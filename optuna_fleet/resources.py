@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from optuna_fleet.accelerator import ACCELERATORS, accelerator_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -20,9 +21,10 @@ class Device:
         index: Number of the slot in the whole fleet, from 0.
         node: Number of the node it is on, from 0.
         kind: Device type; rates are only comparable within one kind ("cpu", or a GPU's name).
-        visible: What ``CUDA_VISIBLE_DEVICES`` must say for a process to see just this GPU; "" if
-            it is none.
+        visible: What its accelerator's variable must say for a process to see just this one; ""
+            if it is none.
         node_name: Name of its node, for people.
+        accelerator: What PyTorch calls it, if it is none of a CPU.
     """
 
     index: int
@@ -30,27 +32,30 @@ class Device:
     kind: str
     visible: str = ""
     node_name: str = ""
+    accelerator: str = ACCELERATORS[0].type
 
     @property
     def type(self) -> str:
         """What PyTorch calls it."""
-        return "cuda" if self.visible else "cpu"
+        return self.accelerator if self.visible else "cpu"
 
 
 def needs_gloo(devices: Iterable[Device], here: Container[int] = ()) -> bool:
-    """Whether NCCL can't form a group: any two slots may be on one GPU, or some are on none.
+    """Whether only gloo can form a group: any two slots may be on one GPU, or of unlike types.
 
-    Slices of a GPU (MIG) are one GPU to NCCL, and do not say which they are of.
+    Slices of a GPU (MIG) are one GPU to its backend, and do not say which they are of.
 
     Args:
         devices: Of the group.
         here: Nodes that are one machine, and share its GPUs.
     """
-    slots = [(-1 if d.node in here else d.node, d.visible) for d in devices]
-    if not all(visible for _, visible in slots):
+    chosen = list(devices)
+    types = {device.type for device in chosen}
+    if len(types) > 1 or "cpu" in types:
         return True
-    is_slice = (visible.startswith("MIG-") for _, visible in slots)
-    return len(slots) > 1 and (len(set(slots)) < len(slots) or any(is_slice))
+    slots = {(-1 if d.node in here else d.node, d.visible) for d in chosen}
+    is_slice = (d.visible.startswith(accelerator_of(d.type).slices) for d in chosen)
+    return len(chosen) > 1 and (len(slots) < len(chosen) or any(is_slice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +98,10 @@ def cpu_count() -> int:
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Return how many NVIDIA GPUs a process sees, without initialising CUDA.
+    """Return how many GPUs a process sees, without initialising them.
 
     Args:
         environment: The process' environment.
         devices: The folder of this machine's devices.
     """
-    there = len(list(devices.glob("nvidia[0-9]*")))
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return there
-    chosen = itertools.takewhile(_names_gpu, (name.strip() for name in visible.split(",")))
-    return min(there, len(list(chosen)))
-
-
-def _names_gpu(name: str) -> bool:
-    """CUDA ends the list at the first that does not; "-1" means none."""
-    return name.isdigit() or name.startswith(("GPU-", "MIG-"))
+    return sum(each.number(environment, devices) for each in ACCELERATORS)

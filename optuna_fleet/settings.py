@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.exceptions import FleetConfigError, FleetError, shown
 from optuna_fleet.wire.packing import pack
 from optuna_fleet.wire.unpicklable import explained, variable
@@ -90,7 +91,7 @@ class Adoption:
     """Applies settings of other processes, over those that this process has of its own.
 
     Args:
-        has_gpu: If not, a default device "cuda" becomes the CPU.
+        has_gpu: If not, a default device that is one becomes the CPU.
         variables: Those of the environment that this process has of its own.
     """
 
@@ -152,7 +153,7 @@ class Adoption:
         if self._own_torch is None:
             self._own_torch = _torch_values(torch)
         wanted = {**self._own_torch, **settings.torch}
-        if wanted.get("default_device") == "cuda" and not self._has_gpu:
+        if wanted.get("default_device") in device_types() and not self._has_gpu:
             wanted["default_device"] = "cpu"
         for name, setting in _TORCH.items():
             if name in wanted:
@@ -204,11 +205,12 @@ def _set_default_device(torch: Any, kind: str) -> None:
     torch.set_default_device(None if kind == "cpu" else kind)  # None: no detour for each call
 
 
-def _sdp(name: str) -> _Setting:
+def _sdp(kind: str, name: str) -> _Setting:
+    backend = attrgetter(f"backends.{kind}")
     return _Setting(
         True,
-        lambda torch: getattr(torch.backends.cuda, f"{name}_sdp_enabled")(),
-        lambda torch, value: getattr(torch.backends.cuda, f"enable_{name}_sdp")(value),
+        lambda torch: getattr(backend(torch), f"{name}_sdp_enabled")(),
+        lambda torch, value: getattr(backend(torch), f"enable_{name}_sdp")(value),
     )
 
 
@@ -244,7 +246,7 @@ _TORCH: dict[str, _Setting] = {
         lambda torch: torch.get_float32_matmul_precision(),
         lambda torch, value: torch.set_float32_matmul_precision(value),
     ),
-    **{f"{name}_sdp": _sdp(name) for name in ("flash", "mem_efficient", "math", "cudnn")},
+    **{f"{a.type} {name}": _sdp(a.type, name) for a in ACCELERATORS for name in a.attentions},
     **{
         path: _attribute(path, default)
         for path, default in {
@@ -254,14 +256,11 @@ _TORCH: dict[str, _Setting] = {
             "backends.cudnn.benchmark_limit": 10,
             "backends.cudnn.deterministic": False,
             "backends.cudnn.allow_tf32": True,
-            "backends.cuda.matmul.allow_fp16_accumulation": False,
-            "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": True,
-            "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": True,
             "backends.mkldnn.deterministic": False,
             "backends.fp32_precision": "none",
             "backends.cudnn.fp32_precision": "none",
             "backends.mkldnn.fp32_precision": "none",
-            "backends.cuda.matmul.fp32_precision": "none",
+            **{path: value for each in ACCELERATORS for path, value in each.switches.items()},
             "backends.cudnn.conv.fp32_precision": "tf32",
             "backends.cudnn.rnn.fp32_precision": "tf32",
             "backends.mkldnn.matmul.fp32_precision": "none",

@@ -15,12 +15,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.exceptions import FleetError
 
 # What each node, or process, of the fleet has of its own, whatever the script has set.
 _OF_EACH = {
-    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OPTUNA_FLEET_JOIN", "OPTUNA_FLEET_TOKEN"),
+    *(name for each in ACCELERATORS for name in (each.visible, each.interface, *each.always)),
+    *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "OPTUNA_FLEET_JOIN", "OPTUNA_FLEET_TOKEN"),
 }
 
 

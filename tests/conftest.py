@@ -21,9 +21,13 @@ from tests.nursery import Nursery, processes_start_afresh
 
 gc.disable()  # while modules are imported, of which nothing is to be freed
 
-# On a busy machine an example may take any time, and so may its making.
+# On a busy machine an example may take any time, and so may its making. With EXPLORE=1 there are
+# other examples at each run.
 hypothesis.settings.register_profile(
-    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "untimed",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize="EXPLORE" not in os.environ,
 )
 hypothesis.settings.load_profile("untimed")
 

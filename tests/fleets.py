@@ -11,7 +11,8 @@ from typing import Any
 import optuna
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.checkpoints.file import Owner, replacing, written
+from optuna_fleet.checkpoints.file import Owner, written
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
@@ -71,7 +72,7 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
 
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
     """As a trainer does that sees the folder."""
-    with written(path), replacing(path) as file:
+    with written(path), Store(path.parent).write(path.name) as file:
         checkpoint.write(file, checkpoint.captured(content), owner)
 
 

@@ -22,10 +22,11 @@ import torch
 from optuna.trial import TrialState
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
-from optuna_fleet.checkpoints import file as checkpoint_file
+from optuna_fleet.checkpoints import store as checkpoint_store
 from optuna_fleet.checkpoints.file import Owner
-from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
 from optuna_fleet.checkpoints.names import FileName, newest_first
+from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
@@ -287,7 +288,7 @@ def full(path: Path) -> Iterator[None]:
 
 def on_a_full_disk(trial: Any) -> float:
     """Train where no file can be written; then there is space again."""
-    with mock.patch.object(checkpoint_file, "replacing", full):
+    with mock.patch.object(checkpoint_store, "replacing", full):
         value = train(trial, epochs=4)
         trial.set_user_attr("devices", trial.world_size)
         return value

@@ -6,6 +6,8 @@ import ast
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 import textwrap
 from operator import attrgetter
 from pathlib import Path
@@ -17,10 +19,12 @@ import torch
 import torch.nn.functional as F
 
 import optuna_fleet
+from optuna_fleet.alloc import AllocationProblem, Candidate, validate
 from tests.fleets import Noise, small_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MOST_PAGES = 14
 
 
 def blocks(page: Path) -> list[str]:
@@ -71,9 +75,9 @@ def num_correct(model: Any, x: Any, y: Any) -> int:
         return int((model(x).argmax(1) == y).sum())
 
 
-@pytest.mark.parametrize("page", ["from_dataloader", "from_ddp"])
+@pytest.mark.parametrize("page", ["data", "recipes"])
 def test_what_becomes_of_other_code_runs(page: str, inline: Any) -> None:
-    _, after = blocks(ROOT / "docs" / f"{page}.md")
+    (ours,) = (b for b in blocks(ROOT / "docs" / f"{page}.md") if "(train=train_set, val=" in b)
     study = optuna.create_study(direction="maximize")
     names = {
         "SharedPipeline": optuna_fleet.SharedPipeline,
@@ -83,14 +87,55 @@ def test_what_becomes_of_other_code_runs(page: str, inline: Any) -> None:
         "val_set": Noise(20),
         **{used.__name__: used for used in (build, step, num_correct)},
     }
-    exec(after.replace("n_trials=100", "n_trials=2"), names)
+    exec(ours.replace("n_trials=100", "n_trials=2"), names)
     assert all(0 <= trial.values[0] <= 1 for trial in study.trials)
     assert len(study.trials) == 2
 
 
+def test_a_policy_of_ones_own_decides() -> None:
+    (code,) = (b for b in blocks(ROOT / "docs" / "allocation.md") if "def allocate" in b)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, names)
+    rates = (1.0, 1.9, 2.7, 3.4)
+    trials = [Candidate(number=n, rates=rates, epochs_done=4 * n) for n in range(2)]
+    problem = AllocationProblem(candidates=tuple(trials), nodes=((0, 1, 2, 3),))
+    plan = names["policy"].new_allocator(0).allocate(problem)
+    validate(problem, plan)
+    assert {n: len(a.devices) for n, a in plan.assignments.items()} == {0: 1, 1: 3}
+    assert plan.allocator == "narrow-at-first"
+
+
+def test_processes_of_torchrun_share_a_pipeline(tmp_path: Path) -> None:
+    (code,) = (b for b in blocks(ROOT / "docs" / "data.md") if "broadcast_object_list" in b)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from contextlib import ExitStack\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from optuna_fleet import SharedPipeline\n"
+        "train_set = TensorDataset(torch.arange(50))\n"
+        "seen = []\n"
+        + code.replace("x, y in", "(x,) in").replace("...", "seen += x.tolist()")
+        + "print('seen', *seen, flush=True)\ndist.destroy_process_group()\n"
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ]
+    ran = subprocess.run(
+        [*launcher, script], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split() for line in ran.stdout.splitlines() if line.startswith("seen")]
+    assert sorted(int(n) for line in lines for n in line[1:]) == sorted([*range(50)] * 3)
+
+
 @pytest.mark.filterwarnings("ignore:Local rank information")
 def test_the_objective_for_ignite_runs(inline: Any) -> None:
-    (code,) = (b for b in blocks(ROOT / "docs" / "integrations.md") if "evaluator.run" in b)
+    (code,) = (b for b in blocks(ROOT / "docs" / "recipes.md") if "evaluator.run" in b)
     engine, metrics = map(pytest.importorskip, ("ignite.engine", "ignite.metrics"))
     names = {**vars(engine), "Accuracy": metrics.Accuracy, "F": F, "build": build}
     exec(code, names)
@@ -101,8 +146,29 @@ def test_the_objective_for_ignite_runs(inline: Any) -> None:
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:
+    assert len(PAGES) - 1 <= MOST_PAGES
     listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+
+
+def test_pages_and_files_that_are_named_are_there() -> None:
+    for folder in ("optuna_fleet", "benchmarks", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"docs/(\w+\.md)", file.read_text()):
+                assert (ROOT / "docs" / page).exists(), f"{file}: {page}"
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", text)
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / "optuna_fleet" / name).exists()] == []
+
+
+def test_links_of_the_readme_lead_to_sections() -> None:
+    links = re.findall(r"\]\(docs/(\w+\.md)#([\w-]+)\)", PAGES[0].read_text())
+    assert len(links) > 10
+    for page, section in links:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / "docs" / page).read_text(), re.M)
+        slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert section in slugs, (page, section)
 
 
 def test_the_reference_has_all_that_the_package_offers() -> None:
@@ -118,11 +184,13 @@ def test_the_table_of_former_names_leads_to_options_that_are_there() -> None:
     table = (ROOT / "docs" / "reference.md").read_text().partition("by their former names")[2]
     rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", table.partition("## ")[0], re.M)
     assert len(rows) > 5
-    ours = set(inspect.signature(optuna_fleet.FleetExecutor).parameters)
     for former, now in rows:
+        takes = getattr(optuna_fleet, former.partition("(")[0])
+        ours = set(inspect.signature(takes).parameters)
         assert not set(re.findall(r"(\w+)=", former)) & ours
-        (found,) = re.findall(r"^FleetExecutor\((\w+)=([\w.]+)\((.*)\)\)$", now)
-        assert found[0] in ours
-        kind = attrgetter(found[1])(optuna_fleet)
-        options = set(re.findall(r"(\w+)=", found[2]))
-        assert options <= set(inspect.signature(kind).parameters)
+        option, given = re.findall(r"^\w+\((\w+)=(.*)\)$", now)[0]
+        assert option in ours
+        for name, options in re.findall(r"^([\w.]+)\((.*)\)$", given):
+            if hasattr(optuna_fleet, name.partition(".")[0]):
+                known = inspect.signature(attrgetter(name)(optuna_fleet)).parameters
+                assert set(re.findall(r"(\w+)=", options)) <= set(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import hypothesis
 import pytest
 
 import optuna_fleet
-from optuna_fleet import alloc
+from optuna_fleet import alloc, virtual_workers
 
 ROOT = Path(optuna_fleet.__file__).parent
 MODULES = {
@@ -48,6 +49,9 @@ def at_import_time(path: Path) -> set[str]:
     return found
 
 
+PURE_OF_HETPIPE = ("wsp", "partition", "layouts", "predictions", "stage_placement", "simulator")
+
+
 @pytest.mark.parametrize(
     ("library", "rooms"),
     [
@@ -60,7 +64,7 @@ def at_import_time(path: Path) -> set[str]:
                 "images",
                 "checkpoints",
                 "integrations",
-                "virtual_workers.engine",
+                "virtual_workers",
             ),
         ),
         ("mip", ("alloc",)),
@@ -94,14 +98,20 @@ def test_a_library_is_imported_only_in_its_rooms(library: str, rooms: tuple[str,
         "alloc",
         "replay",
         "executor.deciding",
-        "virtual_workers.wsp",
-        "virtual_workers.partition",
-        "virtual_workers.layouts",
-        "virtual_workers.simulator",
+        *(f"virtual_workers.{name}" for name in PURE_OF_HETPIPE),
     ],
 )
 def test_what_decides_does_no_io(room: str) -> None:
-    doing = {"socket", "subprocess", "threading", "time", "os", "selectors", "multiprocessing"}
+    doing = {
+        "torch",
+        "socket",
+        "subprocess",
+        "threading",
+        "time",
+        "os",
+        "selectors",
+        "multiprocessing",
+    }
     within = [m for m in MODULES if m.startswith(f"optuna_fleet.{room}")]
     assert within
     for module in set(within) - {"optuna_fleet.alloc.isolation"}:
@@ -109,12 +119,32 @@ def test_what_decides_does_no_io(room: str) -> None:
 
 
 def test_virtual_workers_have_one_seam() -> None:
-    """What others have of them: a pipeline, what makes it, and its state as that of one model."""
+    """What others may have of them is what the folder's `__init__` names."""
     room = "optuna_fleet.virtual_workers"
     others = [path for module, path in MODULES.items() if not module.startswith(room)]
-    used = {name for path in others for name in imported(path) if name in MODULES}
-    seam = {f"{room}.{name}" for name in ("engine.pipeline", "engine.staging", "engine.whole")}
-    assert {name for name in used if name.startswith(room)} <= seam
+    used = {name for path in others for name in imported(path) if name.startswith(room)}
+    assert used
+    assert used <= {room, *(f"{room}.{name}" for name in virtual_workers.__all__)}
+
+
+def test_one_module_names_accelerators() -> None:
+    """Docstrings may, where a user is told what to write."""
+    names = ("cuda", "nccl", "nvidia")
+    for module in MODULES.keys() - {"optuna_fleet.accelerator"}:
+        told = [text for text in said_by(MODULES[module]) if any(n in text.lower() for n in names)]
+        assert told == [], module
+
+
+def said_by(path: Path) -> Iterator[str]:
+    """All names and strings of a module but its docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and node not in docstrings:
+            yield str(node.value)
+        yield from (
+            str(vars(node)[at]) for at in ("id", "attr", "name", "arg") if at in vars(node)
+        )
 
 
 def test_the_pipeline_knows_nothing_of_images() -> None:

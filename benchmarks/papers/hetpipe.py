@@ -15,31 +15,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, pairwise, permutations
 from pathlib import Path
 
 from benchmarks.papers.models import BATCH_SIZE, SPEEDS, cluster, layers_of
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
-from optuna_fleet.virtual_workers.layouts.contention import partitions_under_load
-from optuna_fleet.virtual_workers.layouts.distribution import (
+from optuna_fleet.virtual_workers.layouts import (
     Workers,
     equal_distribution,
     hybrid_distribution,
     node_partition,
 )
-from optuna_fleet.virtual_workers.layouts.servers import Servers, sync_seconds
 from optuna_fleet.virtual_workers.partition import (
+    DoesNotFit,
     Layers,
     Link,
     Links,
     Partition,
     PartitionProblem,
-    largest_in_flight,
+    best_partition,
+    partition_of,
 )
-from optuna_fleet.virtual_workers.partition.partition_problem import partition_of
+from optuna_fleet.virtual_workers.predictions import Servers, partitions_under_load, sync_seconds
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
-from optuna_fleet.virtual_workers.wsp.schedules import WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import WaveSynchronous
 
 TITLE = "HetPipe"
 ABOUT = (
@@ -163,10 +164,20 @@ def partitions(
 
 
 def most_in_flight(layers: Layers, workers: Workers, links: Links) -> int:
-    return min(
-        largest_in_flight(PartitionProblem(layers=layers, devices=devices, links=links))
-        for devices in workers
-    )
+    """For which some partition fits (section 4: Max_m); more than 2k - 1 are of no use."""
+
+    def fit(in_flight: int) -> bool:
+        with suppress(DoesNotFit):
+            for devices in workers:
+                problem = PartitionProblem(
+                    layers=layers, devices=devices, in_flight=in_flight, links=links
+                )
+                best_partition(problem)
+            return True
+        return False
+
+    most = 2 * min(map(len, workers)) - 1
+    return next((n for n in range(1, most + 1) if not fit(n)), most + 1) - 1
 
 
 def simulated(

@@ -54,8 +54,8 @@ class Effort:
     def room_for(self, epochs: int) -> dict[str, int]:
         """Options with which the pipeline can keep all decoded photographs and so many epochs."""
         decoded_bytes = self.samples * (DECODED_BYTES + (1 << 16))
-        memory_bytes = decoded_bytes + epochs * self.epoch_bytes + (1 << 28)
-        return {"memory_bytes": memory_bytes, "decoded_bytes": decoded_bytes}
+        chunk_bytes = epochs * self.epoch_bytes + (1 << 28)
+        return {"memory_bytes": 3 * max(decoded_bytes, chunk_bytes // 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,15 +53,17 @@ class ByKind:
         """
         if not problem.kinds or getattr(self.inner, "knows_types", False):
             return self.inner.allocate(problem)
-        mixtures = _mixtures(problem)
-        plans = {SEVERAL: _plan_of(problem, mixtures, self.name)} if mixtures else {}
-        rest = _without(problem, plans.get(SEVERAL))
+        mixtures = _plan_of(problem, _mixtures(problem), self.name)
+        mixed = _served(problem, mixtures.flotillas)
+        plans = {SEVERAL: mixtures} if mixed else {}
+        rest = _without(problem, mixed)
         kinds = _kinds(rest, problem)
         for kind in rest.num_by_kind:
             part = _part(rest, kind, (t for t, k in kinds.items() if k == kind))
             if part.candidates or part.num_devices:
                 plans[kind] = self.inner.allocate(part)
-        flotillas = _served(problem, [f for plan in plans.values() for f in plan.flotillas])
+        others = [f for kind, plan in plans.items() if kind != SEVERAL for f in plan.flotillas]
+        flotillas = _served(problem, [*mixed, *sorted(others, key=lambda f: f.stream_rate)])
         if not flotillas and (alone := slowest(problem)):
             _, kind, number = alone
             plans = {kind: self._alone(problem, kind, number)}
@@ -160,9 +162,9 @@ def _plan_of(problem: AllocationProblem, choice: Choice, name: str) -> Plan:
     return assemble(only, groups, placement=placed, allocator=name, status="heuristic")
 
 
-def _without(problem: AllocationProblem, plan: Plan | None) -> AllocationProblem:
+def _without(problem: AllocationProblem, flotillas: Iterable[Flotilla]) -> AllocationProblem:
     """The problem without these trials and their devices; the others are on one type at most."""
-    assignments = plan.assignments if plan else {}
+    assignments = {a.number: a for f in flotillas for a in f.assignments}
     gone = {device for a in assignments.values() for device in a.devices}
     left = (c for c in problem.candidates if c.number not in assignments)
     return replace(
@@ -214,12 +216,12 @@ def _merged(name: str, plans: Mapping[str, Plan]) -> Plan:
 
 
 def _served(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> list[Flotilla]:
-    """Those that the preprocessors can serve beside who can't move, the slowest first."""
+    """Those that the preprocessors can serve beside who can't move, the first ones first."""
     limit = stream_limit(problem)
     staying = {f: _only(f, problem.pinned) for f in flotillas}
     drawn = sum(f.stream_rate for f in staying.values())
     served = []
-    for flotilla in sorted(flotillas, key=lambda f: f.stream_rate):
+    for flotilla in flotillas:
         more = drawn + flotilla.stream_rate - staying[flotilla].stream_rate
         if affordable(more, limit):
             served.append(flotilla)

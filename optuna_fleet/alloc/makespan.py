@@ -29,7 +29,7 @@ _KEEPING = 1.0
 _SUITING = 1.0
 """Of the device type that suits a trial best: those get the fast ones who gain most by them."""
 _ANY = 1e-3
-"""Of more devices than are good for it, where it has them: better than to wait."""
+"""Of devices that are of little use: better than to wait."""
 _FLYING = 1e4
 """Of not waiting within an epoch: trials would take turns at each event, and none get anywhere."""
 
@@ -94,9 +94,10 @@ def _gains(
         rate = candidate.rates_on(kind)[m - 1]
         is_costly = 0 < speed_now < rate and not (is_home and m == now)
         if is_costly and candidate.rescale_up_s + samples / rate >= samples / speed_now:
-            continue  # it would end no sooner, the move included
+            yield m, _ANY + flying  # it would end no sooner, the move included
+            continue
         devices, fewest = m * least / share, candidate.min_devices * least / share
-        gain = max(_ANY, devices * (fewest + 2 * least - devices))
+        gain = max(2 * _ANY, devices * (fewest + 2 * least - devices))
         gain += _KEEPING if is_kept and rate >= speed_now else 0.0
         yield m, gain + flying
 

@@ -117,17 +117,19 @@ def _final_of(
     folder: str | os.PathLike[str] | None,
 ) -> Path:
     roots = folders_of(trial) if folder is None else [argument_path("folder", folder)]
-    paths = [StudyFolder(Path(root), study.study_name).final(trial.number) for root in roots]
-    for path in paths:
-        if path.exists():
+    folders = [StudyFolder(Path(root), study.study_name) for root in roots]
+    path = Path()
+    for there in folders:
+        path = there.final(trial.number)
+        if trial.number in there.finals():
             return path
-    if not paths:
+    if not folders:
         raise FleetConfigError(
             f"Trial {trial.number} left no checkpoint, because it ran without a folder for it: "
             "use FleetExecutor(..., checkpoints=FOLDER), and trial.prepare() in the objective."
         )
     raise FleetConfigError(
-        f"Trial {trial.number} has no checkpoint at {paths[-1]}: only the best trials, as many as "
+        f"Trial {trial.number} has no checkpoint at {path}: only the best trials, as many as "
         "Checkpoints(keep=...) says, keep theirs, if they use trial.prepare(). If the folder was "
         "moved, say where it is: `folder=`."
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetError
 
 FORMAT_VERSION = 5
@@ -91,38 +91,11 @@ def _explaining(problem: str, advice: str) -> Iterator[None]:
         raise CheckpointError(f"{problem} ({error}): {advice}") from error
 
 
-@contextmanager
-def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """Write a file (mode 0600) that replaces `target` once it is whole, and on the disk.
-
-    Its folder is made.
-
-    Raises:
-        OSError: It can't be written; `target` is what it was.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # or the new name would not survive a power cut
-    finally:
-        os.close(folder)
-
-
 def contents(path: str | os.PathLike[str]) -> bytes:
     """All that is in a file."""
-    with readable(path):
-        return Path(path).read_bytes()
+    path = Path(path)
+    with readable(path), Store(path.parent).read(path.name) as file:
+        return file.read()
 
 
 def verified(path: str | os.PathLike[str], data: bytes | bytearray, owner: Owner) -> memoryview:
@@ -143,8 +116,10 @@ def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) 
     Raises:
         CheckpointError: What is wrong with it.
     """
-    with readable(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    path = Path(path)
+    with readable(path), Store(path.parent).read(path.name) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         header = _header(path, owner, file.read(_HEADER.size), size)
         digest = hashlib.sha256()
         while verify and (block := file.read(_BLOCK_BYTES)):

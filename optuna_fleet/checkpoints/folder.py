@@ -1,21 +1,15 @@
-"""A folder of checkpoints: who may use it, where what lies in it, which call wrote it last."""
+"""What a study keeps in a store: what it is called there, and which call wrote it last."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import re
-import secrets
-import socket
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from optuna_fleet.checkpoints.file import replacing
 from optuna_fleet.checkpoints.names import (
     FileName,
     newest_first,
@@ -23,147 +17,18 @@ from optuna_fleet.checkpoints.names import (
     superfluous,
     trial_of,
 )
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetConfigError
 
-_LOCK = "lock"
 _CALL = "call.json"
-_TOKEN = "token"
 
 
-class FolderLock:
-    """Holds a folder for one driver; if this process dies, the kernel lets go of it."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._descriptor = -1
-
-    def __enter__(self) -> FolderLock:
-        """Take it.
-
-        Raises:
-            FleetConfigError: Another driver holds it, or it can't be written to.
-        """
-        self._descriptor = _locked_file(self._root)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Not only by closing it: a process that the user forked meanwhile has it open too.
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
-
-    def renew(self) -> bool:
-        """Take it again if somebody has deleted the folder; return whether we hold it."""
-        try:
-            there = os.stat(self._root / _LOCK)
-        except OSError:
-            self._root.mkdir(parents=True, exist_ok=True)
-            lost, self._descriptor = self._descriptor, _locked_file(self._root)
-            os.close(lost)
-            return True
-        held = os.fstat(self._descriptor)
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
-
-
-def _locked_file(root: Path) -> int:
-    try:
-        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise FleetConfigError(
-            f"The checkpoint folder {root} can't be used ({error.strerror}): check that it may be "
-            "written to and has space."
-        ) from error
-    try:
-        _lock(descriptor, root)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _lock(descriptor: int, root: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise FleetConfigError(
-            f"The checkpoint folder {root} is in use by {_written_by(descriptor)}: give each "
-            "driver that runs at the same time one of its own, or wait until that "
-            "one has ended."
-        ) from None
-    except OSError as error:
-        raise FleetConfigError(
-            f"The checkpoint folder {root} can't be locked ({error.strerror}): use a folder on a "
-            "file system that has locks."
-        ) from error
-    with contextlib.suppress(OSError):  # a full disk; it only serves the message above
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-
-def mark(root: Path) -> str:
-    """Leave a token in a driver's folder, by which others know whether they see the same one."""
-    token = secrets.token_hex(16)
-    with contextlib.suppress(OSError), replacing(root / _TOKEN) as file:  # else none sees it
-        file.write(token.encode())
-    return token
-
-
-def is_shared(root: Path, token: str) -> bool:
-    """Whether the folder at this path is, from here too, the one that has this token."""
-    try:
-        return (root / _TOKEN).read_text() == token and os.access(root, os.W_OK)
-    except (OSError, ValueError):
-        return False
-
-
-def holder_of(root: Path) -> str | None:
-    """Who holds a folder now, in words, or None."""
-    try:
-        descriptor = os.open(root / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _written_by(descriptor)
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _written_by(descriptor: int) -> str:
-    return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
-
-
-def study_folders(root: Path) -> dict[Path, str]:
-    """The folders in it that have checkpoints, with the names of their studies.
-
-    Raises:
-        FleetConfigError: There is no such folder.
-    """
-    try:
-        names = sorted(os.listdir(root))
-    except OSError as error:
-        raise FleetConfigError(
-            f"The checkpoint folder {root} can't be read: {error.strerror}."
-        ) from error
-    folders = [root / name for name in names if files_in(root / name)]
-    return {folder: _study_of(folder) for folder in folders}
-
-
-def files_in(folder: Path) -> list[Path]:
-    """The checkpoints in a study's folder, and what writing them left; in order."""
-    try:
-        found = [entry for entry in os.scandir(folder) if not entry.is_dir()]
-    except OSError:
-        return []
-    return sorted(folder / entry.name for entry in found if trial_of(entry.name) is not None)
-
-
-def _study_of(folder: Path) -> str:
+def study_of(folder: Store) -> str:
+    """The name of the study whose folder it is, as the last call there has recorded it."""
     with contextlib.suppress(FleetConfigError):
-        if call := _read_call(folder / _CALL):
+        if call := _read_call(folder):
             return call.study
-    return folder.name
+    return folder.root.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +56,16 @@ class CallRecord:
     whole: str = ""
 
 
-def _read_call(path: Path) -> CallRecord | None:
+def _read_call(folder: Store) -> CallRecord | None:
     try:
-        return CallRecord(**json.loads(path.read_text(encoding="utf-8")))
+        with folder.read(_CALL) as file:
+            return CallRecord(**json.load(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise FleetConfigError(
-            f"The record of the last call, {path}, can't be read ({error}): remove it to begin a "
-            "new call. Trials that a dead driver left RUNNING then stay so."
+            f"The record of the last call, {folder.root / _CALL}, can't be read ({error}): remove "
+            "it to begin a new call. Trials that a dead driver left RUNNING then stay so."
         ) from error
 
 
@@ -217,6 +83,11 @@ class StudyFolder:
         readable = re.sub(r"[^A-Za-z0-9_-]", "_", self.study_name)[:60]
         return self.root / f"{readable}-{digest}"
 
+    @property
+    def store(self) -> Store:
+        """What is kept there, by name."""
+        return Store(self.path)
+
     def at(self, name: FileName) -> Path:
         """Where the checkpoint of this name is."""
         return self.path / str(name)
@@ -232,7 +103,7 @@ class StudyFolder:
     def final_bytes(self, number: int) -> int:
         """Size of the checkpoint that a trial has left; 0 if it has none."""
         try:
-            return self.final(number).stat().st_size
+            return self.store.about(self.final(number).name).st_size
         except OSError:
             return 0
 
@@ -260,7 +131,8 @@ class StudyFolder:
     def left(self, number: int, run: str) -> bool:
         """The last run of a trial was this one: the trial leaves what it has left, if anything."""
         try:
-            os.replace(self.at(FileName(trial=number, run=run, kind="final")), self.final(number))
+            left = FileName(trial=number, run=run, kind="final")
+            self.store.rename(str(left), self.final(number).name)
         except OSError:
             return False
         return True
@@ -289,11 +161,13 @@ class StudyFolder:
         Raises:
             FleetConfigError: Its record is damaged.
         """
-        return _read_call(self.path / _CALL)
+        return _read_call(self.store)
 
     def has_record(self) -> bool:
         """Whether a call has left its record."""
-        return os.path.exists(self.path / _CALL)  # false, too, where the folder is out of reach
+        with contextlib.suppress(OSError):
+            return bool(self.store.about(_CALL))
+        return False  # too, where the folder is out of reach
 
     def record_call(self, call: CallRecord) -> None:
         """Replace the record of the last call.
@@ -301,7 +175,7 @@ class StudyFolder:
         Raises:
             OSError: It can't be written.
         """
-        with replacing(self.path / _CALL) as file:
+        with self.store.write(_CALL) as file:
             file.write(json.dumps(asdict(call)).encode())
 
     def _found(self) -> list[FileName]:
@@ -309,7 +183,7 @@ class StudyFolder:
 
     def _names(self) -> list[str]:
         try:
-            return os.listdir(self.path)
+            return self.store.list()
         except OSError:
             return []
 
@@ -317,16 +191,4 @@ class StudyFolder:
         for name in names:
             # On a disk that has become read-only it stays, and is found by the next call.
             with contextlib.suppress(OSError):
-                (self.path / name).unlink()
-
-
-def private_folder() -> Path:
-    """Make a temporary folder for checkpoints that end with the executor."""
-    try:
-        return Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
-    except OSError as error:
-        raise FleetConfigError(
-            f"No temporary folder for checkpoints can be made ({error}): set the environment "
-            "variable TMPDIR to a folder that can be written to, or one to FleetExecutor as "
-            "`checkpoints`."
-        ) from error
+                self.store.remove(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_fleet.checkpoints.file import CheckpointError, Owner, inspect
-from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder, files_in, study_folders
-from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.checkpoints.folder import StudyFolder, study_of
+from optuna_fleet.checkpoints.names import FileName, trial_of
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetConfigError
 
 _LONGEST_NAME = 40
@@ -37,22 +39,38 @@ class Entry:
 
 def entries(root: Path, *, verify: bool) -> list[Entry]:
     """The checkpoints in a folder, by study and trial; without `verify` no payload is read."""
-    found = [
-        entry
-        for folder, study in study_folders(root).items()
-        for path in files_in(folder)
-        if (entry := _entry(study, path, verify=verify)) is not None
-    ]
+    found: list[Entry] = []
+    for store, names in _stored(root):
+        study = study_of(store)
+        found += filter(None, (_entry(study, store, text, verify) for text in names))
     return sorted(found, key=lambda entry: (entry.study, entry.trial, entry.epoch or 0))
 
 
-def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
-    name = FileName.parse(path.name)
+def _stored(root: Path) -> Iterator[tuple[Store, list[str]]]:
+    """The checkpoints of each study, and what writing them left; in order.
+
+    Raises:
+        FleetConfigError: There is no such folder.
+    """
+    try:
+        stores = [Store(root / name) for name in sorted(Store(root).list())]
+    except OSError as error:
+        raise FleetConfigError(
+            f"The checkpoint folder {root} can't be read: {error.strerror}."
+        ) from error
+    for store in stores:
+        with contextlib.suppress(OSError):
+            if names := sorted(name for name in store.list() if trial_of(name) is not None):
+                yield store, names
+
+
+def _entry(study: str, store: Store, text: str, verify: bool) -> Entry | None:
+    name, path = FileName.parse(text), store.root / text
     if name is None:
         return None
     epoch, problem = None, None
     try:
-        status = path.stat()
+        status = store.about(text)
         if not stat.S_ISREG(status.st_mode):  # a pipe, say, which could block
             return None
         is_named = StudyFolder(path.parents[1], study).path.name == path.parent.name
@@ -109,17 +127,17 @@ def prune(root: Path) -> Iterator[Path]:
     Raises:
         FleetConfigError: A driver is using the folder, or a file can't be removed.
     """
-    with FolderLock(root):
+    with Store(root).hold():
         kept = {e.path for e in entries(root, verify=True) if e.kind == "final" and not e.problem}
-        for folder in study_folders(root):
-            for path in files_in(folder):
-                if path not in kept:
-                    _remove(path)
+        for store, names in _stored(root):
+            for path in (store.root / name for name in names):
+                if path not in kept and not stat.S_ISDIR(store.about(path.name).st_mode):
+                    _remove(store, path)
                     yield path
 
 
-def _remove(path: Path) -> None:
+def _remove(store: Store, path: Path) -> None:
     try:
-        path.unlink()
+        store.remove(path.name)
     except OSError as error:
         raise FleetConfigError(f"{path} can't be removed: {error.strerror}.") from error

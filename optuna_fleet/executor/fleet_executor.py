@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 
+from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.arguments import (
     asks_what_was_meant,
     check_choice,
@@ -20,7 +21,8 @@ from optuna_fleet.arguments import (
     path,
     plain,
 )
-from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.inline import InlineCluster
@@ -70,10 +72,10 @@ class FleetExecutor:
         checkpoints: Where trials are checkpointed while they run: a `Checkpoints`, or a folder.
             With a folder, the same call made again goes on where a killed or interrupted one
             stopped, and the best trials leave their weights (`load_best_model`):
-            docs/checkpoints.md.
+            docs/reliability.md.
         limits: What trials may take; a `Limits`.
         preflight: Whether trials are checked to give the same before they get several devices or
-            are moved: docs/results.md. A `Preflight`; or False, if you know that they do.
+            are moved: docs/objective.md. A `Preflight`; or False, if you know that they do.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
@@ -93,7 +95,7 @@ class FleetExecutor:
         pipeline: SharedPipeline | None = None,
         *,
         devices: int | None = None,
-        device_type: Literal["cpu", "cuda"] | None = None,
+        device_type: str | None = None,
         policy: str | Policy = "elastic",
         cluster: str | Cluster = "local",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -116,10 +118,10 @@ class FleetExecutor:
         if isinstance(devices, (str, list, tuple)):
             raise FleetConfigError(
                 f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
-                "visible: the variable CUDA_VISIBLE_DEVICES says which these are."
+                f"visible: the variable {ACCELERATORS[0].visible} says which these are."
             )
         check_number("devices", devices, least=1, most=10_000, whole=True, optional=True)
-        check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
+        check_choice("device_type", device_type, device_types(), optional=True)
         chosen_cluster = _cluster_of(cluster)
         seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", seed, least=0, whole=True)
@@ -246,7 +248,7 @@ class FleetExecutor:
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
-        lock = None if root is None else FolderLock(root)
+        lock = None if root is None else Store(root).hold()
         is_recorded = is_recorded and root is not None
         loop = Loop(
             study,
@@ -277,7 +279,7 @@ class FleetExecutor:
         Its beginning is run several times in processes on the CPU that are thrown away: on one
         device, on one between moves, on several; what results depend on is compared. Neither the
         study nor its sampler is touched, and nothing that is running is disturbed. See
-        docs/results.md.
+        docs/objective.md.
 
         Args:
             study: What the objective may ask its study for is taken from here.

@@ -103,9 +103,9 @@ class FleetRunner:
         """What was found of the objective by checks: in this process, or by other ones."""
         known, pipeline = self._findings, self._options.pipeline
         of = digest(digest_of(func), pipeline.spec() if pipeline else None)
-        path = None if loop.folder is None else loop.folder.path / "checks.json"
-        if known is None or known.of != of or not of or path not in (None, known.path):
-            self._findings = known = Findings(of, path)
+        store = None if loop.folder is None else loop.folder.store
+        if known is None or known.of != of or not of or store not in (None, known.store):
+            self._findings = known = Findings(of, store)
         return known
 
     def _started(self, preload: bool) -> Runtime:

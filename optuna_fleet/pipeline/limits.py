@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.machine_memory import available_bytes
@@ -15,7 +14,7 @@ LEAST_MEMORY_BYTES = 64 << 20
 NICENESS = 15
 """Added to the niceness of preprocessors where trials compute on the CPU.
 
-Trainers then keep nearly all of their speed (docs/preprocessing.md has a measurement). When they
+Trainers then keep nearly all of their speed (docs/data.md has a measurement). When they
 wait for data, preprocessors have their cores.
 """
 
@@ -33,102 +32,28 @@ much as reading it. Larger ones would only keep the first reader waiting.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the user asks for; None where the machine decides.
-
-    Attributes:
-        memory_bytes: Memory for preprocessed data.
-        decoded_bytes: Most of it for the decoded store; 0 for none.
-        spill_dir: Folder for what does not fit.
-        spill_bytes: Most bytes in that folder.
-        chunk_bytes: Size of a chunk to aim at.
-    """
-
-    memory_bytes: int | None = None
-    decoded_bytes: int | None = None
-    spill_dir: str | None = None
-    spill_bytes: int | None = None
-    chunk_bytes: int | None = None
+DECODED_PART = 3
+"""One in so many bytes is for the decoded store: what it keeps is larger than a pool's samples,
+and saves less."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """What the pipeline of a node may take: what is `Wanted`, or else what the machine decides."""
-
-    memory_bytes: int
-    decoded_bytes: int
-    spill_dir: str | None = None
-    spill_bytes: int = 0
-    chunk_bytes: int
-
-
-def budgets(wanted: Wanted) -> Budgets:
-    """Returns what a pipeline may take on this machine, of what the user asks for.
+def budget(memory_bytes: int | None, spill_dir: str | None) -> int:
+    """Returns how many bytes of preprocessed data this machine may have, of what was asked for.
 
     Raises:
-        FleetConfigError: The machine does not have what was asked for.
+        FleetConfigError: It does not have that.
     """
-    memory_bytes = wanted.memory_bytes or default_memory_bytes()
-    decoded_bytes = wanted.decoded_bytes
-    if decoded_bytes is None:
-        decoded_bytes = memory_bytes // 3  # what it keeps is larger, and saves less, than a pool
-    spill_bytes = 0
-    if wanted.spill_dir is not None:
-        spill_bytes = wanted.spill_bytes or _disk_free(wanted.spill_dir) // 2
-    return Budgets(
-        memory_bytes=memory_bytes,
-        decoded_bytes=min(decoded_bytes, most_decoded_bytes(memory_bytes)),
-        spill_dir=wanted.spill_dir,
-        spill_bytes=spill_bytes,
-        chunk_bytes=wanted.chunk_bytes or default_chunk_bytes(memory_bytes),
-    )
-
-
-def check_sense(wanted: Wanted) -> None:
-    """Raises FleetConfigError if what the user asks for would do no good on any machine."""
-    if wanted.spill_bytes is not None and wanted.spill_dir is None:
+    if spill_dir is None:
+        free, part, where = available_bytes(), 4, "of memory are available here"
+    else:
+        free, part, where = _disk_free(spill_dir), 2, f"are free in spill_dir={spill_dir!r}"
+    wanted = memory_bytes or max(LEAST_MEMORY_BYTES, free // part)
+    if wanted > free and (memory_bytes or spill_dir):
         raise FleetConfigError(
-            f"SharedPipeline was given spill_bytes={wanted.spill_bytes}, but no spill_dir: "
-            "nothing would be spilled. Give a folder on a local disk too, or leave both out."
+            f"A SharedPipeline is to have memory_bytes={wanted}, but only {free} bytes {where}. "
+            f"Make room, or give a smaller number. Left out, it is one part in {part} of that."
         )
-    if wanted.memory_bytes is not None:
-        _check_decoded(wanted.decoded_bytes, wanted.memory_bytes)
-
-
-def _check_decoded(decoded_bytes: int | None, memory_bytes: int) -> None:
-    most = most_decoded_bytes(memory_bytes)
-    if decoded_bytes is not None and decoded_bytes > most:
-        raise FleetConfigError(
-            f"SharedPipeline was given decoded_bytes={decoded_bytes}, but that must be at most "
-            f"{most}: the decoded store is a part of memory_bytes, which is {memory_bytes} here, "
-            "and preprocessed samples need the rest. Give less, leave it out for a third, or give "
-            "a larger memory_bytes."
-        )
-
-
-def most_decoded_bytes(memory_bytes: int) -> int:
-    """Returns how much of a budget the decoded store may take; the rest is for what it makes."""
-    return memory_bytes * 7 // 8
-
-
-def check(wanted: Wanted) -> None:
-    """Raises FleetConfigError if this machine does not have what the user asks for."""
-    if wanted.memory_bytes is None:
-        _check_decoded(wanted.decoded_bytes, default_memory_bytes())
-    elif wanted.memory_bytes > available_bytes():
-        raise FleetConfigError(
-            f"SharedPipeline was given memory_bytes={wanted.memory_bytes}, but only "
-            f"{available_bytes()} bytes of memory are available here. Leave it out for a quarter "
-            "of these."
-        )
-    if wanted.spill_dir is not None:
-        free = _disk_free(wanted.spill_dir)
-        if wanted.spill_bytes is not None and wanted.spill_bytes > free:
-            raise FleetConfigError(
-                f"SharedPipeline was given spill_bytes={wanted.spill_bytes}, but only {free} "
-                f"bytes are free in {wanted.spill_dir}."
-            )
+    return wanted
 
 
 def _disk_free(folder: str) -> int:
@@ -158,11 +83,6 @@ def most_preprocessors(cpus: int, *, num_slots: int, cpu_slots: bool) -> int:
     compute on the CPU half of the cores, which are theirs first: see `NICENESS`.
     """
     return max(1, cpus // 2 if cpu_slots else cpus - num_slots)
-
-
-def default_memory_bytes() -> int:
-    """Returns a quarter of the memory that is available."""
-    return max(LEAST_MEMORY_BYTES, available_bytes() // 4)
 
 
 def default_chunk_bytes(memory_bytes: int) -> int:

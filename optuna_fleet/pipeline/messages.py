@@ -6,15 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.exchange.plan import Peer
 from optuna_fleet.pipeline.spec import ChunkKey
-
-Extent = tuple[int, int]
-"""Address and length of a piece of the arena, in bytes."""
-
-Stored = tuple[int, int, int]
-"""Index of a sample, and the address and length of its record in the decoded store."""
 
 PassId = tuple[Hashable, int]
 """A reader, and the number of one of its passes, which is all that the reader is told."""
@@ -91,9 +84,9 @@ class ClosePass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaOpened:
-    """Comes first: where chunks lie, with the descriptors of it."""
+    """Comes first: how large the file is in which chunks lie, with its descriptor."""
 
-    extents: Extents
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +152,6 @@ class SampleMeasured:
         key: The chunk whose first sample was measured.
         sample_bytes: Bytes one sample takes in a chunk.
         header_bytes: Bytes a chunk takes beyond its samples.
-        prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
-            the decoded store; None if it is not to be used.
         chunk_size: Samples of a chunk, if another node has decided on that.
         is_repeatable: The first sample was the same when it was made again.
     """
@@ -168,7 +159,6 @@ class SampleMeasured:
     key: ChunkKey
     sample_bytes: int
     header_bytes: int
-    prepared_bytes: int | None = None
     chunk_size: int | None = None
     is_repeatable: bool = True
 
@@ -182,8 +172,6 @@ class ProduceChunk:
         chunk_size: Samples of a chunk of this data set.
         address: Where to write it.
         max_bytes: What it may take there.
-        uses_store: Whether the data set is in the decoded store.
-        extents: Pieces of the decoded store that may be filled.
         source: Get it from this node.
     """
 
@@ -191,8 +179,6 @@ class ProduceChunk:
     chunk_size: int
     address: int
     max_bytes: int
-    uses_store: bool = False
-    extents: tuple[Extent, ...] = ()
     source: Peer | None = None
 
 
@@ -210,7 +196,6 @@ class ChunkProduced:
         nbytes: The bytes that it takes.
         num_samples: Its samples.
         busy_s: Seconds it took.
-        stored: What was put into the decoded store.
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
@@ -220,7 +205,6 @@ class ChunkProduced:
     nbytes: int
     num_samples: int
     busy_s: float
-    stored: tuple[Stored, ...] = ()
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
@@ -248,14 +232,6 @@ class ChunkOutgrew:
 
     key: ChunkKey
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskFailed:
-    """The chunk could not be written to the spill folder."""
-
-    key: ChunkKey
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

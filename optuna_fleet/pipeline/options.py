@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 from optuna_fleet.arguments import did_you_mean
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.preprocessor.samplers import Weights
 
 _NO_DATA = (type(None), bool, int, float, str, bytes, PathLike)
 _OF_A_LOADER = {
@@ -31,28 +27,47 @@ _OF_A_LOADER = {
     "worker_init_fn": "torch, NumPy and random are seeded before each sample, from `seed`; what "
     "each process needs for itself (open files, connections, libraries' threads) a data set sets "
     "up in __setstate__, which is called once in each of them, or at its first __getitem__",
+    "weights": "`sampler=torch.utils.data.WeightedRandomSampler(weights, num_samples)` draws by "
+    "them",
     "transform": "a data set has its own, or give `prepare` and `augment`",
 }
 _OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
 
 
-def length_of(name: str, value: Any, names: Collection[str], options: Collection[str]) -> int:
-    """Returns the length of what was given under the name of a data set.
+def length_of(
+    name: str, value: Any, names: Collection[str], options: Collection[str]
+) -> int | None:
+    """Returns the length of what was given under the name of a data set; None if it has none.
 
     It is one of the ``names`` of all data sets, and none of the ``options``.
 
     Raises:
         FleetConfigError: It is none, as it is empty, an iterable, or an option that is misspelt.
     """
-    if name in _OF_A_LOADER or not _is_map_style(value, names):
+    if name in _OF_A_LOADER or not (_is_map_style(value, names) or is_stream(value)):
         raise FleetConfigError(_complaint(name, value, options))
-    length = len(value)
+    try:
+        length = len(value)
+    except TypeError:
+        return None
+    check_length(name, length)
+    return int(length)
+
+
+def check_length(name: str, length: int) -> None:
+    """Raises FleetConfigError if a data set is empty."""
     if not length:
         raise FleetConfigError(
             f"Data set {name!r} is empty, but must have at least one sample. "
             "Check the path or the filter it was built with."
         )
-    return int(length)
+
+
+def is_stream(value: Any) -> bool:
+    """Returns whether a data set is read in order: it is torch's ``IterableDataset``."""
+    data = sys.modules.get("torch.utils.data")
+    is_one = data is not None and isinstance(value, data.IterableDataset)
+    return is_one and not _is_map_style(value, ())
 
 
 def of_loaders(given: Mapping[str, Any], options: Collection[str]) -> dict[str, Any]:
@@ -77,7 +92,9 @@ def of_loaders(given: Mapping[str, Any], options: Collection[str]) -> dict[str, 
         _check_loader(name, loader, options)
         data = sys.modules["torch.utils.data"]
         sampler = loader.sampler
-        if type(sampler) is not data.SequentialSampler:
+        if is_stream(loader.dataset):
+            shuffled += [] if _FIXED.match(name) else [name]
+        elif type(sampler) is not data.SequentialSampler:
             shuffled.append(name)
             num_all = len(loader.dataset) if type(sampler) is data.RandomSampler else None
             if num_all is None or sampler.replacement or sampler.num_samples != num_all:
@@ -96,7 +113,7 @@ def _check_loader(name: str, loader: Any, options: Collection[str]) -> None:
             f"`{name}` is of type {type(loader).__name__}, but from_dataloader() takes "
             f"DataLoaders by name, and options of a SharedPipeline{hint or '.'}"
         )
-    if not _is_map_style(loader.dataset, ()):
+    if not (_is_map_style(loader.dataset, ()) or is_stream(loader.dataset)):
         raise FleetConfigError(_complaint(name, loader.dataset, options))
     batches = sys.modules["torch.utils.data"].BatchSampler
     for what, is_there in (
@@ -135,9 +152,8 @@ def _complaint(name: str, value: Any, options: Collection[str]) -> str:
         )
     return (
         f"Data set {name!r} is of type {type(value).__name__}, but a SharedPipeline needs "
-        f"{needed}: all trials share one order of its samples, and an iterable can't be read by "
-        "index. Write it to a file that has an index, once (docs/recipes.md, 'A stream of data'), "
-        "or read it in the objective by a DataLoader, each trial for itself on one device."
+        f"{needed}, or a stream, which is a torch.utils.data.IterableDataset: its __iter__ begins "
+        "anew for each epoch, and for each of its shards."
     )
 
 
@@ -187,19 +203,27 @@ _PURPOSES = {
 
 
 def sampler_by_name(
-    argument: str, given: Any, names: Collection[str], shuffled: Collection[str]
+    given: Any, datasets: Mapping[str, Any], shuffled: Collection[str]
 ) -> dict[str, Any]:
-    """Returns a sampler, or weights, per name; one alone is for the shuffled data set.
+    """Returns a sampler per name; one alone is for the shuffled data set.
 
     Raises:
-        FleetConfigError: There is no such data set, or more than one that it could be for.
+        FleetConfigError: There is no such data set, more than one that it could be for, or it is
+            a stream.
     """
     if given is not None and not isinstance(given, Mapping) and len(shuffled) != 1:
         raise FleetConfigError(
-            f"For which data set is `{argument}`? {len(shuffled)} of them are shuffled. Say "
-            f"it by name: {argument}={{{sorted(shuffled or names)[0]!r}: ...}}."
+            f"For which data set is `sampler`? {len(shuffled)} of them are shuffled. Say "
+            f"it by name: sampler={{{sorted(shuffled or datasets)[0]!r}: ...}}."
         )
-    return _named(argument, given, names, shuffled)
+    found = _named("sampler", given, datasets, shuffled)
+    for name in found:
+        if is_stream(datasets[name]):
+            raise FleetConfigError(
+                f"Data set {name!r} is a stream, which has an order of its own: leave out its "
+                "`sampler`, and shuffle in the stream."
+            )
+    return found
 
 
 def _named(
@@ -210,31 +234,6 @@ def _named(
     found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(default, given)
     _check_names(argument, found, names)
     return found
-
-
-def weights_of(name: str, given: Any, length: int) -> Weights:
-    """Returns what draws samples by their weights.
-
-    Raises:
-        FleetConfigError: They are no weights, or not one for each sample.
-    """
-    try:
-        weights = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
-        weights = np.empty(())
-    if weights.shape != (length,):
-        what = f"of shape {[*weights.shape]}" if weights.shape else f"{given!r:.60}"
-        raise FleetConfigError(
-            f"The `weights` of data set {name!r} are {what}, but must be {length} numbers, one "
-            "for each sample."
-        )
-    sum_at_most = float(weights.max()) * length  # neither is NaN
-    if not ((weights >= 0).all() and 0 < sum_at_most < math.inf):
-        raise FleetConfigError(
-            f"The `weights` of data set {name!r} must be numbers >= 0 with a sum > 0 that is "
-            f"finite, but the least is {weights.min()} and the largest {weights.max()}."
-        )
-    return Weights(cumulated=np.cumsum(weights))
 
 
 def num_drawn(name: str, sampler: Any) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.settings import Settings, settings_here
@@ -22,8 +21,11 @@ class PipelineSetup:
     Attributes:
         payload: The data sets and their stages; None if they are to be fetched from the driver.
         spec: Their description.
-        wanted: What the user lets it take.
-        num_preprocessors: Most preprocessors at a time.
+        finishes: The elementwise ends that trainers may do, as bytes, by data set.
+        memory_bytes: Bytes for preprocessed data; None where the machine decides.
+        spill_dir: The folder of the file for them; None for memory.
+        chunk_bytes: Size of a chunk to aim at; None where that follows from the others.
+        num_preprocessors: Most preprocessors at a time; 0 until `setup` if the user gave none.
         is_adaptive: Run as many of them as are needed, not all.
         niceness: What is added to theirs, so that trials that compute on the CPU go first.
         settings: What the script's process is set to, which holds for them too.
@@ -33,27 +35,14 @@ class PipelineSetup:
 
     payload: Payload | None
     spec: PipelineSpec
-    wanted: Wanted
-    num_preprocessors: int
+    finishes: Mapping[str, bytes | None] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    spill_dir: str | None = None
+    chunk_bytes: int | None = None
+    num_preprocessors: int = 0
     is_adaptive: bool = False
     niceness: int = 0
     settings: Settings = field(default_factory=Settings)
-    num_alone: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedPipeline:
-    """What ``SharedPipeline.packed`` returns, see `PipelineSetup`.
-
-    ``finishes`` are the elementwise ends that trainers may do, as bytes, by data set; there is no
-    ``num_preprocessors`` if the user gave none, and no ``num_alone`` if trials share.
-    """
-
-    payload: Payload
-    spec: PipelineSpec
-    finishes: Mapping[str, bytes | None]
-    wanted: Wanted
-    num_preprocessors: int | None
     num_alone: int | None = None
 
     def setup(
@@ -65,7 +54,7 @@ class PackedPipeline:
         finish_on_device: bool = False,
         num_slots: int = 1,
     ) -> PipelineSetup:
-        """Returns what whoever serves the pipeline on some machine needs, see `PipelineSetup`.
+        """Returns it for whoever serves it on some machine.
 
         There are no more than ``default_preprocessors``, or, if ``is_adaptive``, as many of them
         as are needed; if the user gave a number, there are so many. Where trials share nothing,
@@ -76,16 +65,15 @@ class PackedPipeline:
         if finish_on_device:
             datasets = [replace(d, finish=self.finishes.get(d.name)) for d in spec.datasets]
             spec = replace(spec, datasets=tuple(datasets))
-        alone = num_slots * (self.num_alone or 0)
-        return PipelineSetup(
-            payload=self.payload,
+        number = num_slots * (self.num_alone or 0) or self.num_preprocessors
+        return replace(
+            self,
             spec=spec,
-            wanted=self.wanted,
-            num_preprocessors=alone or self.num_preprocessors or default_preprocessors,
-            is_adaptive=is_adaptive and self.num_preprocessors is None and not alone,
+            finishes={},
+            num_preprocessors=number or default_preprocessors,
+            is_adaptive=is_adaptive and not number,
             niceness=niceness,
             settings=settings_here(),
-            num_alone=self.num_alone,
         )
 
 

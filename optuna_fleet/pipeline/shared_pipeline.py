@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,7 @@ from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.exchange.plan import scheme_of
-from optuna_fleet.pipeline.limits import Wanted
-from optuna_fleet.pipeline.packed import PackedPipeline, packed_part, unpicklable
+from optuna_fleet.pipeline.packed import PipelineSetup, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor import stages as staging
 from optuna_fleet.pipeline.preprocessor.payload import Payload
@@ -52,8 +51,6 @@ class SharedPipeline:
             another iterable of indices with a ``len()``, for the shuffled data set, or one per
             name. Its epoch e is the same for all trials. It runs seeded, with ``set_epoch(e)``
             called if it has that. A sample that comes several times is augmented anew each time.
-        weights: How often to draw each sample, with replacement, as a ``WeightedRandomSampler``
-            does: one number per sample, for the shuffled data set, or such a sequence per name.
         prepare: The deterministic beginning of the preprocessing of ``dataset[index]``, whose
             results are kept in the *decoded store*: one callable for all data sets, or one per
             name. Before anything starts it is tried on one sample, which must come again.
@@ -64,6 +61,8 @@ class SharedPipeline:
         batched: Names of the data sets that are read many samples at once, by their
             ``__getitems__(indices)``, as those of Hugging Face have it; True for all. It must give
             for each index what ``dataset[index]`` gives.
+        shards: In how many parts a stream is read, of which samples are taken in turn: to it, that
+            many workers of a DataLoader. What comes in which order depends on their number.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
@@ -71,13 +70,14 @@ class SharedPipeline:
             ("multi-broadcast:p") or half of them ("multi-broadcast").
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
-        memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
-            given. The pipeline never takes more; batches that trials keep are their own.
-        decoded_bytes: How much of it the decoded store may take: by default a third, where there
-            is a ``prepare`` or ``augment``. 0 for none, as where the data are in memory anyway.
-        spill_dir: A folder on a local disk for preprocessed data that does not fit into memory.
-        spill_bytes: How much it may take there; half of what is free if not given.
-        **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``) by name.
+        memory_bytes: Bytes per node for preprocessed data, in memory; by default a quarter of what
+            is available. The pipeline never takes more; batches that trials keep are their own.
+            Where there is a ``prepare`` or ``augment``, a third of it is for the decoded store.
+        spill_dir: A folder on a local disk for a file that takes the place of the memory, where
+            that is short: ``memory_bytes`` is its size, half of what is free there by default.
+        **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``), or streams
+            (``torch.utils.data.IterableDataset``), by name. An epoch of a stream is one pass. One
+            without a ``len()`` is read once, before anything starts, to count its samples.
 
     Raises:
         FleetConfigError: An argument can't work.
@@ -98,16 +98,14 @@ class SharedPipeline:
         augment: Stage | Mapping[str, Stage] | None = None,
         finish: Stage | Mapping[str, Stage] | None = None,
         batched: bool | Collection[str] = False,
+        shards: int = 8,
         on_error: OnError = "raise",
         exchange: str = "all-shared",
         shuffled: Collection[str] | None = None,
         sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
-        weights: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
         num_preprocessors: int | None = None,
         memory_bytes: int | None = None,
-        decoded_bytes: int | None = None,
         spill_dir: str | PathLike[str] | None = None,
-        spill_bytes: int | None = None,
         **datasets: Any,
     ) -> None:
         if unnamed or not datasets:
@@ -121,7 +119,10 @@ class SharedPipeline:
         }
         self._shuffled = options.shuffled_among(shuffled, datasets)
         self._batched = options.batched_among(batched, datasets)
-        samplers = self._checked_samplers(sampler, weights)
+        samplers = options.sampler_by_name(sampler, datasets, self._shuffled)
+        self._num_drawn = {name: options.num_drawn(name, each) for name, each in samplers.items()}
+        check_number("shards", shards, least=1, most=10_000, whole=True)
+        self._shards = operator.index(shards)
         by_name = options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
         prepares = by_name("prepare", prepare, datasets, datasets)
@@ -141,13 +142,8 @@ class SharedPipeline:
         scheme_of(exchange)  # checks it
         self.exchange = exchange
         self._on_error = on_error
-        self._wanted = Wanted(
-            memory_bytes=_whole("memory_bytes", memory_bytes),
-            decoded_bytes=_whole("decoded_bytes", decoded_bytes, least=0),
-            spill_dir=None if spill_dir is None else str(path("spill_dir", spill_dir)),
-            spill_bytes=_whole("spill_bytes", spill_bytes),
-        )
-        limits.check_sense(self._wanted)
+        self._memory_bytes = _whole("memory_bytes", memory_bytes)
+        self._spill_dir = None if spill_dir is None else str(path("spill_dir", spill_dir))
 
     @classmethod
     def from_dataloader(cls, **given: Any) -> SharedPipeline:
@@ -167,33 +163,17 @@ class SharedPipeline:
         """
         return cls(**options.of_loaders(given, _options()))
 
-    def _checked_samplers(self, sampler: Any, weights: Any) -> dict[str, Any]:
-        names, shuffled = self._lengths, self._shuffled
-        samplers = options.sampler_by_name("sampler", sampler, names, shuffled)
-        self._num_samples = {
-            **self._lengths,
-            **{name: options.num_drawn(name, each) for name, each in samplers.items()},
-        }
-        given = options.sampler_by_name("weights", weights, names, shuffled)
-        for name, each in given.items():
-            if name in samplers:
-                raise FleetConfigError(
-                    f"Data set {name!r} has `weights` and a `sampler`: leave one of them out."
-                )
-            samplers[name] = options.weights_of(name, each, self._lengths[name])
-        return samplers
-
-    def packed(self) -> PackedPipeline:
+    def packed(self) -> PipelineSetup:
         """Returns the data sets packed for those who serve them, all from the same bytes.
 
         Raises:
             FleetConfigError: This machine does not have what was asked for, something can't be
                 pickled, or does not do what it must.
         """
-        limits.check(self._wanted)
+        limits.budget(self._memory_bytes, self._spill_dir)
         packed, spec = self.payload(), self.spec()
         staging.check(self._source, spec, packed.load)
-        return PackedPipeline(
+        return PipelineSetup(
             payload=packed,
             spec=spec,
             finishes={
@@ -202,8 +182,9 @@ class SharedPipeline:
                 for each in spec.datasets
                 if each.collate is None
             },
-            wanted=self._wanted,
-            num_preprocessors=self.num_preprocessors,
+            memory_bytes=self._memory_bytes,
+            spill_dir=self._spill_dir,
+            num_preprocessors=self.num_preprocessors or 0,
             num_alone=self._num_alone,
         )
 
@@ -211,27 +192,44 @@ class SharedPipeline:
         """Returns the same data, which so many preprocessors make for each trial alone."""
         alone = copy.copy(self)
         alone._num_alone, alone.exchange = num_preprocessors, "local"
-        alone._wanted = replace(self._wanted, decoded_bytes=0)
         return alone
 
     def spec(self) -> PipelineSpec:
         """Returns the description of the data sets, as far as no sample has to be read for it."""
+        stages, shares = self._source.stages, self._num_alone is None
+        kept = {name for name in self._shuffled if shares and stages[name].in_parts}
+        lengths = {name: self._length(name) for name in self._lengths}
         return PipelineSpec(
             seed=self.seed,
             datasets=tuple(
                 DatasetSpec(
                     name=name,
-                    num_samples=self._num_samples[name],
+                    num_samples=self._num_drawn.get(name, length),
                     length=length,
+                    shards=self._shards if options.is_stream(self._source.datasets[name]) else 0,
                     sampled=name in self._source.samplers,
                     shuffled=name in self._shuffled,
                     batched=name in self._batched,
+                    kept=name in kept and not options.is_stream(self._source.datasets[name]),
                     collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
-                for name, length in self._lengths.items()
+                for name, length in lengths.items()
             ),
             on_error=self._on_error,
         )
+
+    def _length(self, name: str) -> int:
+        """The length of a data set; a stream that does not tell its own is read once."""
+        if (length := self._lengths[name]) is None:
+            from optuna_fleet.pipeline.preprocessor.order import own_randomness
+            from optuna_fleet.pipeline.preprocessor.streams import Stream
+
+            packed_part("stream", name, dataset := self._source.datasets[name])
+            with own_randomness():
+                stream = Stream(dataset, name=name, num_shards=self._shards, seed=self.seed)
+                length = self._lengths[name] = stream.count()
+            options.check_length(name, length)
+        return length
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""

@@ -59,6 +59,8 @@ class DatasetSpec:
         shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
         sampled: A sampler of the user's says which samples an epoch has, and in which order.
         batched: Its samples are read many at once, with ``__getitems__``.
+        kept: What `prepare` gives is kept for later epochs.
+        shards: Of a stream, which is read in order; 0 if it is none.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
             preprocessors finish the samples.
@@ -70,13 +72,15 @@ class DatasetSpec:
     shuffled: bool
     sampled: bool = False
     batched: bool = False
+    kept: bool = False
+    shards: int = 0
     collate: bytes | None = None
     finish: bytes | None = None
 
     @property
     def has_order(self) -> bool:
         """Whether an epoch's order is another than that of the data set."""
-        return self.shuffled or self.sampled
+        return (self.shuffled or self.sampled) and not self.shards
 
     def canonical_epoch(self, epoch: int) -> int:
         """Returns the epoch whose content is served as ``epoch``: 0 for a fixed data set."""

@@ -105,7 +105,7 @@ class PipelineStats:
         consumed: Samples that trials consumed, as reported with each chunk.
         busy_s: Seconds preprocessors spent on chunks, summed over them.
         waited_s: Seconds trainers waited for data, summed over them.
-        resident_bytes: Bytes of the chunks in memory now.
+        resident_bytes: Bytes of preprocessed data now, in memory or in the ``spill_dir``.
         peak_bytes: The most that it has been, on any one node.
         num_dropped: Chunks dropped to make room, or as nobody would come to them.
         num_lost: Preprocessors that died.
@@ -115,7 +115,6 @@ class PipelineStats:
         num_skipped: Samples that raised and whose place others took, in all epochs.
         lent_bytes: Bytes of ``resident_bytes`` that readers hold, which can't be dropped.
         decoded_bytes: Bytes of ``resident_bytes`` in the decoded store.
-        spilled_bytes: Bytes of the chunks on the disk now.
         use: How preprocessors and readers spent their time.
     """
 
@@ -133,7 +132,6 @@ class PipelineStats:
     num_skipped: int = 0
     lent_bytes: int = 0
     decoded_bytes: int = 0
-    spilled_bytes: int = 0
     use: PipelineUse = field(default_factory=PipelineUse)
 
     @property
@@ -159,7 +157,7 @@ class PipelineStats:
         return replace(self, **nothing)
 
 
-_NOW = ("resident_bytes", "lent_bytes", "decoded_bytes", "spilled_bytes")
+_NOW = ("resident_bytes", "lent_bytes", "decoded_bytes")
 _DONE = tuple(
     each.name for each in fields(PipelineStats) if each.name not in (*_NOW, "peak_bytes", "use")
 )

@@ -20,7 +20,7 @@ MAX_PACKET = 160 << 10
 _FREQUENT = (Advance, ChunkReady)
 """They travel as plain tuples, which costs a quarter."""
 
-_CONTROL_BYTES = socket.CMSG_SPACE(2 * struct.calcsize("i"))
+_CONTROL_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _SHORT = {errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 """Errors of sending that may be over when others have read what was sent to them."""
 

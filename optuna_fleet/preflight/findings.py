@@ -7,13 +7,13 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from optuna_fleet.checkpoints.file import replacing
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 
+_NAME = "checks.json"
 _PACKAGES = ("optuna-fleet", "torch", "numpy")
 
 
@@ -22,33 +22,34 @@ class Findings:
 
     Args:
         of: See `digest`.
-        path: Where they are kept; None for in this process only.
+        store: Where they are kept; None for in this process only.
 
     Attributes:
         of: As given.
-        path: Likewise.
+        store: Likewise.
         all: They; grows.
     """
 
-    def __init__(self, of: str, path: Path | None = None) -> None:
+    def __init__(self, of: str, store: Store | None = None) -> None:
         self.all: list[Finding] = []
         self.of = of
-        self.path = path
+        self.store = store
         self._kept: list[Finding] = []  # for good
-        if of and path is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                kept = json.loads(path.read_text(encoding="utf-8"))
+        if of and store is not None:
+            problems = (OSError, ValueError, KeyError, TypeError)
+            with contextlib.suppress(*problems), store.read(_NAME) as file:
+                kept = json.load(file)
                 self._kept = [_finding(one) for one in kept["findings"] if kept["of"] == of]
         self.all += self._kept
 
     def keep(self, found: Finding, *, for_good: bool) -> None:
         """Keep one more, for later processes too if it is `for_good`."""
         self.all.append(found)
-        if not for_good or not self.of or self.path is None:
+        if not for_good or not self.of or self.store is None:
             return
         self._kept.append(found)
         kept = {"of": self.of, "findings": [_plain(one) for one in self._kept]}
-        with contextlib.suppress(OSError), replacing(self.path) as file:  # else it is made again
+        with contextlib.suppress(OSError), self.store.write(_NAME) as file:  # or made again
             file.write(json.dumps(kept, indent=1).encode())
 
 

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from optuna_fleet.accelerator import device_types
+
 _DOUBLE = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
     torch.complex64: torch.complex128,
 }
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
-_MOVES = {Tensor.cuda, Tensor.cpu}
+_MOVES = {getattr(Tensor, name, None) for name in device_types()}
 _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy}
 
 
@@ -45,7 +47,7 @@ class InDouble(TorchFunctionMode):
 
 def _instead(value: Any) -> Any:
     """What stands for a type of numbers, or a device."""
-    if isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda":
+    if isinstance(value, str | torch.device) and str(value).partition(":")[0] in device_types():
         return type(value)("cpu")
     return _DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
 

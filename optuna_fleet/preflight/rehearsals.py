@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.processes import cause_of_death, die_with
 from optuna_fleet.wire.node_messages import ProcessId, StoreReady
@@ -27,7 +28,7 @@ _TICK_S = 1.0
 _GRACE_S = 5.0  # for ranks whose peer has failed
 _NICENESS = 5  # trials go first
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
+    **{each.visible: "" for each in ACCELERATORS},
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHDYNAMO_DISABLE": "1",
     # Trackers of experiments keep nothing of rehearsals.

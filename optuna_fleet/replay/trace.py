@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.checkpoints.file import replacing
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.files import replacing
 from optuna_fleet.replay.workload import FleetChange
 from optuna_fleet.resources import Device, Fleet
 

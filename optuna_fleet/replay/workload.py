@@ -106,8 +106,8 @@ class Rules:
             next ("nodes-only": BFTrainer's published simulator).
         profile_samples: A run on as many devices as its rate is not known for trains so many
             samples until it is measured.
-        decision_s: Seconds from when a plan is asked for until it is there; trials at the end of
-            an epoch wait for it.
+        decision_s: Seconds from when a plan is asked for until it is there; who can move
+            at the end of an epoch only waits for it there.
         preprocess_samples_per_s: What the preprocessors of the fleet make; None for any amount. No
             trial advances faster: all share what is made. Where each has preprocessors of its own,
             no faster than its device's part.

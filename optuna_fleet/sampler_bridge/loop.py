@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import optuna
 from optuna.study import StudyDirection
 
-from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest

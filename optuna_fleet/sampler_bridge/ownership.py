@@ -13,7 +13,8 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
+from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest

@@ -6,6 +6,7 @@ import gc
 import sys
 from typing import Any
 
+from optuna_fleet.accelerator import accelerator_of, in_use
 from optuna_fleet.resources import Device
 
 
@@ -18,8 +19,8 @@ def ailment_of(device: Device) -> str:
     if device.type == "cpu" or torch is None:
         return ""
     try:
-        torch.ones(1, device="cuda").add_(1)
-        torch.cuda.synchronize()
+        torch.ones(1, device=device.type).add_(1)
+        accelerator_of(device.type).module.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -30,11 +31,11 @@ def gpu_works(*, waits: bool) -> bool:
 
     To wait for all that the GPU has to do takes for ever if other ranks have left a collective.
     """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if (accelerator := in_use()) is None:
         return True
+    gpu = accelerator.module
     try:
-        torch.cuda.synchronize() if waits else torch.cuda.current_stream().query()
+        gpu.synchronize() if waits else gpu.current_stream().query()
     except RuntimeError:
         return False
     return True
@@ -44,12 +45,11 @@ def clean_up(*, collect: bool) -> bool:
     """Free what the run held; return whether the process can serve another one."""
     if not gpu_works(waits=True):
         return False
-    torch: Any = sys.modules.get("torch")
-    has_gpu = torch is not None and torch.cuda.is_initialized()
-    if collect or has_gpu:
+    accelerator = in_use()
+    if collect or accelerator:
         gc.collect()
-    if has_gpu:
-        torch.cuda.empty_cache()
+    if accelerator:
+        accelerator.module.empty_cache()
     return True
 
 
@@ -61,9 +61,8 @@ def forget_compiled(*, is_same: bool) -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo and _has_compiled(dynamo) and not (is_same and _is_of_use(dynamo)):
         dynamo.reset()
-        torch: Any = sys.modules["torch"]
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        if accelerator := in_use():
+            accelerator.module.empty_cache()
 
 
 def _has_compiled(dynamo: Any) -> bool:

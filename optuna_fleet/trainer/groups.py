@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
     _unregister_all_process_groups,
 )
 
+from optuna_fleet.accelerator import accelerator_of, of_group
 from optuna_fleet.exceptions import TrainerLostError, TrialError
 from optuna_fleet.wire.messages import RunTrial
 
@@ -92,7 +93,7 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         spec: This process's place; a group of one touches no network, and one that is there
             already is kept, with all that was made of it, as Optuna alone would keep it from
             trial to trial.
-        backend: "gloo" or "nccl".
+        backend: "gloo", or that of an accelerator.
         timeout_s: Limit for the peers to arrive, and for each collective afterwards.
 
     Raises:
@@ -117,10 +118,10 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         )
         if spec.world_size > 1:
             # A rank that is in and soon done must not leave others behind that still connect. And
-            # NCCL has met nobody before.
+            # an accelerator's backend has met nobody before.
             dist.all_reduce(torch.zeros(1, device=wire_device()))
-            if backend == "nccl":
-                torch.cuda.synchronize()
+            if accelerator := of_group(backend):
+                accelerator.module.synchronize()
     except RuntimeError as error:  # torch's DistError and its kin
         leave_group()
         _forget_group()  # one half made counts too, and ranks that count unlike never meet again
@@ -132,7 +133,7 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         sys.excepthook = excepthook
 
 
-def join_group_of(run: RunTrial, device_kind: str) -> None:
+def join_group_of(run: RunTrial, device_type: str) -> None:
     """Join the group of a run's ranks, the default group of ``torch.distributed`` from now on."""
     spec = GroupSpec(
         rank=run.rank,
@@ -141,8 +142,8 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,
     )
-    by_gloo = device_kind == "cpu" or run.by_gloo
-    join_group(spec, "gloo" if by_gloo else "nccl", run.collective_s)
+    by_gloo = device_type == "cpu" or run.by_gloo
+    join_group(spec, "gloo" if by_gloo else accelerator_of(device_type).backend, run.collective_s)
 
 
 def leave_group() -> None:
@@ -164,12 +165,12 @@ def leave_group() -> None:
         ignite.sync()
 
 
-def can_leave_alone(device_kind: str) -> bool:
+def can_leave_alone(device_type: str) -> bool:
     """Whether the default group can be left while its other ranks are in a collective.
 
-    NCCL's end, abrupt or not, waits for that, and before torch 2.7 gloo's does.
+    The end of an accelerator's, abrupt or not, waits for that, and before torch 2.7 gloo's does.
     """
-    return group_size() == 1 or (device_kind == "cpu" and CAN_SHUT_DOWN)
+    return group_size() == 1 or (device_type == "cpu" and CAN_SHUT_DOWN)
 
 
 def _leave_aside() -> None:
@@ -239,8 +240,8 @@ def _is_alone(backend: str) -> bool:
 
 def wire_device() -> torch.device:
     """Device that a tensor must be on to travel in the default group."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+    if dist.is_initialized() and (accelerator := of_group(dist.get_backend())):
+        return torch.device(accelerator.type, accelerator.module.current_device())
     return torch.device("cpu")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna import TrialPruned
 
+from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import (
     LaunchError,
@@ -65,7 +66,7 @@ _kept: list[BaseException] = []
 
 
 class Trainer:
-    """One device slot's process; lives through many runs, so torch and CUDA are set up once."""
+    """One device slot's process; lives through many runs, so torch and the GPU are set up once."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Trainer:
         self._inbox = Inbox(channel)
         self._pipeline = pipeline
         self._objective = LoadedObjective(
-            num_threads, has_gpu=device.type == "cuda", resolve=self._stand_in
+            num_threads, has_gpu=device.type != "cpu", resolve=self._stand_in
         )
         self._session: Session | None = None
         self._held: tuple[int, Held] | None = None  # what a run has left, for the next one
@@ -228,8 +229,8 @@ def trainer_main(
     num_threads: int,
 ) -> None:
     """Body of a trainer process, forked from its node's agent."""
-    if device.type == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
+    if device.type != "cpu":
+        os.environ[accelerator_of(device.type).visible] = device.visible
     pipeline = None
     if spec is not None:
         from optuna_fleet.pipeline.reader.client import PipelineClient  # imports torch

@@ -16,7 +16,6 @@ from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.state import TrainingState
-from optuna_fleet.virtual_workers.engine.whole import are_in_stages
 
 OPTIONS = ("min_devices", "max_devices", "kind")
 """Keywords of `FleetTrial.prepare` that are no objects."""
@@ -47,7 +46,7 @@ class Prepared:
 
     def traits(self, reads: str) -> frozenset[str]:
         """Of a trial that `reads` its batches so, see `Model`; none where it is not checked."""
-        if self._parts.widths.bounds.min_devices > 1 or are_in_stages(self._state.objects):
+        if self._parts.widths.bounds.min_devices > 1 or self._state.in_parts is not None:
             return frozenset()
         if self._kind is not None:
             return frozenset({f"of the kind {self._kind}"})

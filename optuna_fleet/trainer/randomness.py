@@ -10,21 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from optuna_fleet.accelerator import ACCELERATORS, in_use
+
 
 def rng_state() -> dict[str, Any]:
     """State of all generators, made of tensors and plain values.
 
     Returns:
-        What ``set_rng_state`` takes; ``torch.load(weights_only=True)`` accepts it. "cuda" (the
-        state of the current device) is there only when CUDA is in use.
+        What ``set_rng_state`` takes; ``torch.load(weights_only=True)`` accepts it. That of the
+        current device is there, under its type, only when it is in use.
     """
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+    if accelerator := in_use():
+        state[accelerator.type] = accelerator.module.get_rng_state()
     return state
 
 
@@ -35,14 +37,15 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what ``rng_state`` returned; a CUDA state is skipped where there is no CUDA."""
+    """Restore what ``rng_state`` returned; that of a device is skipped where there is none."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, words, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for each in ACCELERATORS:
+        if each.type in state and each.module.is_available():
+            each.module.set_rng_state(state[each.type])
 
 
 @contextmanager

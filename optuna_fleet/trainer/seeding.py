@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from optuna_fleet.accelerator import accelerator_of
+
 
 def seed_run(seed: int, number: int) -> None:
     """Seed ``random`` and NumPy's global generator; torch's are seeded by `seed_torch`."""
@@ -16,18 +18,16 @@ def seed_run(seed: int, number: int) -> None:
 
 
 def seed_torch(seed: int, number: int) -> None:
-    """Seed torch, on the CPU and every CUDA device."""
+    """Seed torch, on the CPU and every accelerator."""
     import torch
 
     torch.manual_seed(int(_words(seed, number)[2]))
 
 
-def seed_gpu(seed: int, number: int, place: tuple[int, int, int]) -> None:
+def seed_gpu(device_type: str, seed: int, number: int, place: tuple[int, int, int]) -> None:
     """Seed the generator of this process's GPU, for one (loop, epoch, rank)."""
-    import torch
-
     words = np.random.SeedSequence([seed, number], spawn_key=place).generate_state(1, np.uint64)
-    torch.cuda.manual_seed(int(words[0]))
+    accelerator_of(device_type).module.manual_seed(int(words[0]))
 
 
 def _words(seed: int, number: int) -> Any:

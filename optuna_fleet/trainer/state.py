@@ -7,8 +7,10 @@ That is what was prepared and what its ``state_dict`` leaves out, ``trial.state`
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,11 +34,23 @@ from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.steps import Steps
-from optuna_fleet.virtual_workers.engine.whole import WholeModel
+
+
+class InParts(Protocol):
+    """What was prepared, if each rank has some of its state; all ranks call it alike."""
+
+    def gather(self) -> None:
+        """Have on rank 0 what the others hold."""
+
+    def release(self) -> None:
+        """Forget what the others hold."""
 
 
 class TrainingState:
     """Of one rank.
+
+    Attributes:
+        in_parts: The model, the first of the objects, and its optimizer, if they are in stages.
 
     Args:
         session: Has what was reported and suggested.
@@ -61,6 +75,7 @@ class TrainingState:
     ) -> None:
         self.objects = objects
         self.user = user
+        self.in_parts: InParts | None = None
         self._session = session
         self._position = position
         self._totals = totals
@@ -82,6 +97,18 @@ class TrainingState:
     def is_empty(self) -> bool:
         """Whether nothing that could be kept is trained."""
         return self._position.reads_unprepared and not self.objects
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it rank 0 has what there is to capture; if it is in parts, all ranks enter."""
+        if self.in_parts is None:
+            yield
+            return
+        self.in_parts.gather()
+        try:
+            yield
+        finally:
+            self.in_parts.release()
 
     def meet(self, step: int | None) -> list[dict[str, Any]]:
         """Called on all ranks where they stop, before that step of the epoch's first pass.
@@ -123,12 +150,15 @@ class TrainingState:
             objects=[state_of(thing) for thing in self.objects],
             state=self.user,
             history=dict(self._session.reports.values),
-            modules=[i for i, o in enumerate(self.objects) if _holds_module(o)],
+            modules=[i for i, thing in enumerate(self.objects) if self._is_module(i, thing)],
             names=self._called,
             remainder=remainder_of(self.objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
             **where,
         )
+
+    def _is_module(self, place: int, thing: Any) -> bool:
+        return isinstance(thing, torch.nn.Module) or (self.in_parts is not None and place == 0)
 
     def _check_names(self) -> None:
         """Check that modules, as they are where the loop begins, could take what they have now.
@@ -261,7 +291,3 @@ class TrainingState:
 def _kept(thing: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Modules copy their state; optimizers keep what they get."""
     return state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state)
-
-
-def _holds_module(thing: Any) -> bool:
-    return isinstance(thing, torch.nn.Module | WholeModel)

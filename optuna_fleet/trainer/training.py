@@ -33,8 +33,7 @@ from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, Widths
-from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
-from optuna_fleet.virtual_workers.engine.staging import make_pipeline
+from optuna_fleet.virtual_workers import Pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
 
@@ -81,7 +80,7 @@ class Training:
         self._run = session.run
         self._pipeline = pipeline
         self._waited_s = pipeline.waited_s if pipeline else 0.0
-        self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
         self.objects: list[Any] = []
@@ -220,8 +219,10 @@ class Training:
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        pipeline = make_pipeline(model, optimizer, loss, options, self._parts, self._loader)
+        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self._loader.need)
+        self._loader.give_whole_batches(is_whole=True)
         self.in_stages = pipeline
+        self._kept.in_parts = pipeline.holding
         self._prepared.modules.append(model)
         for thing in pipeline.objects:
             self._kept.add(thing)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.training import Training
-    from optuna_fleet.virtual_workers.engine.pipeline import Pipeline
+    from optuna_fleet.virtual_workers import Pipeline
 
 
 class FleetTrial(RemoteTrial):

@@ -1,1 +1,17 @@
-"""HetPipe: models in stages on several devices. `engine` trains them; all else is pure."""
+"""Models in stages, one on each of a trial's devices, and several such pipelines: HetPipe.
+
+Others use `Pipeline`, which `FleetTrial.pipeline` returns, made as its `pipeline_options` say.
+
+- `wsp` has the rules: whose turn it is on a stage, and which weights a minibatch may start with.
+  A `stage` keeps them, whether pipelines are flushed or not: they differ in their `versions` of
+  the weights, and in when these are taken and given. `simulator` keeps them with time alone.
+- Who is where: `placing` measures what layers cost, `stage_placement` decides by that, with
+  `partition`, `layouts` and `predictions`; a `construction` is what one rank has of it.
+- What goes between processes: `batches` in parts and `stage_messages`, by `edges` to whom a
+  `directory` says; `parameter_server`s add up waves, `agreement` has what else comes together.
+- `whole` is the state of a model in stages, `tied` what several of them share.
+"""
+
+from optuna_fleet.virtual_workers.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

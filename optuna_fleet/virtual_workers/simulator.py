@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from optuna_fleet.virtual_workers.wsp.schedules import Schedule
-from optuna_fleet.virtual_workers.wsp.turns import Pass, Turn, Turns, held_minibatches
+from optuna_fleet.virtual_workers.wsp import Pass, Schedule, Turn, Turns, held_minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +39,12 @@ class WorkersOutcome:
     Attributes:
         minibatches_per_s: Of all virtual workers together, in the steady state: over the second
             half of their waves.
-        busy: Of each virtual worker's stages, the share of that time in which they were busy.
         waited_s: Of each virtual worker, seconds in which nothing but the global clock kept its
             next minibatch from starting.
         idle_s: Of each virtual worker, the part of these in which its first stage was idle.
     """
 
     minibatches_per_s: float
-    busy: tuple[tuple[float, ...], ...]
     waited_s: tuple[float, ...]
     idle_s: tuple[float, ...]
 
@@ -240,10 +237,6 @@ class VirtualWorkers:
         waited = [_common(worker.waited, window) for worker in self._workers]
         return WorkersOutcome(
             minibatches_per_s=ended / (to_s - from_s),
-            busy=tuple(
-                tuple(_total(_common(s.busy, window)) / (to_s - from_s) for s in worker.stages)
-                for worker in self._workers
-            ),
             waited_s=tuple(_total(w) for w in waited),
             idle_s=tuple(
                 _total(w) - _total(_common(w, worker.stages[0].busy))

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optuna_fleet.checkpoints.file import replacing
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.files import replacing
 
 _JOIN = "OPTUNA_FLEET_JOIN"
 _TOKEN = "OPTUNA_FLEET_TOKEN"

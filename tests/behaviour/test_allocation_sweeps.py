@@ -14,7 +14,7 @@ import pytest
 from optuna_fleet.policies import POLICIES, FleetG, policy_of
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.simulation import Outcome
-from optuna_fleet.replay.workload import SimulatedTrial
+from optuna_fleet.replay.workload import Rules, SimulatedTrial
 from tests.behaviour.allocation import LINEAR, simulated, starts, sweep
 
 SLIDES = [  # slides 27 to 30 of FLEET's talk
@@ -181,3 +181,12 @@ def test_a_sweep_whose_solver_has_no_answer_comes_to_its_end(
         trials = drawn(6, *(devices if isinstance(devices, dict) else ()))
         outcome = sweep(policy_of(policy), trials, devices)
         assert all(p.epochs_done == p.trial.epochs for p in outcome.trials.values())
+
+
+def test_trials_train_while_it_is_decided_about_them() -> None:
+    """But for who can move at the end of an epoch only: there it waits for what it has asked."""
+    pair = [simulated(name, (10.0, 19.0), epochs=10) for name in "ab"]
+    rules = Rules(decision_s=0.5)
+    whole_s, first_s = 100.0, 2 * rules.decision_s  # before anybody flies
+    assert sweep("elastic", pair, 2, rules=rules, movable=True).end_s == whole_s + first_s
+    assert sweep("elastic", pair, 2, rules=rules, movable=False).end_s > whole_s + first_s

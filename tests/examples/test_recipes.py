@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md are run as they stand, on several devices and with a move."""
+"""What docs/recipes.md and objective.md show is run, on several devices and with a move."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import tests.fleets
 from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
 from tests.fleets import Leg, Noise, fleet_of, small_model
 
-TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "\n".join((DOCS / f"{page}.md").read_text() for page in ("recipes", "objective"))
 
 
 def make_model() -> Any:
@@ -51,6 +52,7 @@ def recipe(title: str, **names: Any) -> dict[str, Any]:
     found = {
         "torch": torch,
         "optuna": optuna,
+        "F": F,
         "np": np,
         "os": os,
         "pickle": pickle,
@@ -72,11 +74,13 @@ def flown(fleet: Any, objective: Any, *legs: Leg) -> list[float]:
     return list(study.trials[0].intermediate_values.values())
 
 
-def gives_the_same_anywhere(fleet: Any, objective: Any, num_reports: int) -> None:
+def gives_the_same_anywhere(
+    fleet: Any, objective: Any, num_reports: int, rel: float = 1e-10
+) -> None:
     alone = flown(fleet, objective, Leg((0,)))
     assert len(alone) == num_reports
     for legs in ([Leg((0, 1, 2))], [Leg((0, 1), 2), Leg((2,))]):
-        assert flown(fleet, objective, *legs) == pytest.approx(alone, rel=1e-10)
+        assert flown(fleet, objective, *legs) == pytest.approx(alone, rel=rel)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +94,18 @@ def test_a_recipe_gives_the_same_anywhere(fleet: Any, title: str, num_reports: i
     gives_the_same_anywhere(fleet, recipe(title)["objective"], num_reports)
 
 
+def test_mixed_precision_gives_the_same_to_its_rounding(fleet: Any) -> None:
+    objective = recipe("Mixed precision and clipping")["objective"]
+    gives_the_same_anywhere(fleet, objective, 4, rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("title", "num_reports"),
-    [("A fraction of the data as fidelity", 3), ("Hyperparameters of the data", 4)],
+    [
+        ("A fraction of the data as fidelity", 3),
+        ("Hyperparameters of the data", 4),
+        ("K-fold cross-validation in one trial", 3),
+    ],
 )
 def test_one_with_a_pipeline_of_its_own_gives_the_same_anywhere(
     title: str, num_reports: int

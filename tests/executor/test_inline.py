@@ -154,7 +154,7 @@ def test_a_slow_sampler_stays_on_the_callers_thread(monkeypatch: pytest.MonkeyPa
 
 def test_starts_no_process_and_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(devices, "_gpu_names", lambda: started.append("a look for GPUs") or [])
+    monkeypatch.setattr(devices, "_gpu_names", lambda _: started.append("a look for GPUs") or [])
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
     monkeypatch.setattr(os, "fork", lambda: started.append("a fork"))
     study = optuna.create_study()

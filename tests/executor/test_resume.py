@@ -24,7 +24,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
-from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
+from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 from optuna_fleet.sampler_bridge.ownership import CLAIM_PREFIX, TrialOwnership

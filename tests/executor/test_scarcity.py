@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from optuna_fleet import LaunchError
-from optuna_fleet.checkpoints.folder import mark
+from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.cluster.agent import agent
 from optuna_fleet.executor.cluster.agent.backoff import Backoff

@@ -21,7 +21,7 @@ from tests.fleets import Leg, fleet_of, train
 
 
 def test_slots_in_a_row_are_on_unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_gpu_names", lambda: ["H200", "H100"])
+    monkeypatch.setattr(devices, "_gpu_names", lambda _: ["H200", "H100"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     slots = find_fleet(None, None, 2).devices
     assert [slot.index for slot in slots] == [0, 1, 2, 3]
@@ -32,7 +32,7 @@ def test_slots_in_a_row_are_on_unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_slices_of_a_gpu_do_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_gpu_names", lambda: ["A100 MIG 3g.20gb"] * 2)
+    monkeypatch.setattr(devices, "_gpu_names", lambda _: ["A100 MIG 3g.20gb"] * 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f2e,MIG-3d4c")
     slices = find_fleet(None, None).devices
     assert needs_gloo(slices)
@@ -74,7 +74,7 @@ def test_cpu_slots_are_as_many_as_are_wanted() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "by_gloo", "backend"),
-    [("cpu", False, "gloo"), ("H200", False, "nccl"), ("H200", True, "gloo")],
+    [("cpu", False, "gloo"), ("cuda", False, "nccl"), ("cuda", True, "gloo")],
 )
 def test_ranks_on_one_gpu_do_without_nccl(
     monkeypatch: pytest.MonkeyPatch, kind: str, by_gloo: bool, backend: str

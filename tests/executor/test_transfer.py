@@ -19,7 +19,8 @@ import optuna
 import pytest
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
-from optuna_fleet.checkpoints.folder import StudyFolder, is_shared, mark
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.store import is_shared, mark
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.executor.call import launcher
 from optuna_fleet.executor.cluster.agent import main
@@ -362,7 +363,7 @@ def test_a_disk_that_is_full_costs_the_checkpoints_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
         yield
 
-    monkeypatch.setattr(transfer_server, "replacing", full)
+    monkeypatch.setattr(transfer_server, "Store", lambda root: SimpleNamespace(write=full))
     undisturbed, study = optuna.create_study(), optuna.create_study()
     undisturbed.optimize(train, n_trials=1, executor=fleet)
     with fleet_of(devices=1, checkpoints=Checkpoints(tmp_path, interval_s=0.0)) as executor:

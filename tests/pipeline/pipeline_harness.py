@@ -146,12 +146,11 @@ def _setup(
     num_preprocessors: int = 2,
     memory_bytes: int = 64 << 20,
     finish_on_device: bool = False,
-    **wanted: Any,
+    **more: Any,
 ) -> PipelineSetup:
     """The setup with budgets that a user can't ask for."""
     setup = pipeline.packed().setup(num_preprocessors, finish_on_device=finish_on_device)
-    wanted["memory_bytes"] = memory_bytes
-    return replace(setup, wanted=replace(setup.wanted, **wanted))
+    return replace(setup, memory_bytes=memory_bytes, **more)
 
 
 class _Loop:

@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,20 +25,19 @@ SIZE = 2 * HUGE_PAGE + 40 * PAGE
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
-    found = Arena(SIZE, 1 << 20, str(tmp_path))
+def arena() -> Iterator[Arena]:
+    found = Arena(SIZE)
     yield found
     gc.collect()
 
 
 def mapped(arena: Arena) -> Mapping:
-    return Mapping(arena.extents, [os.dup(each) for each in arena.descriptors])
+    return Mapping(arena.nbytes, os.dup(arena.descriptor))
 
 
 def write(arena: Arena, address: int, content: Any) -> None:
     room = arena.writable(address, len(content))
     room[:] = bytes(content)
-    arena.commit(address, room)
 
 
 def lent(mapping: Mapping, address: int, nbytes: int) -> Any:
@@ -55,29 +53,29 @@ def test_what_is_written_in_place_is_read(arena, monkeypatch, has_huge_pages, be
     content = os.urandom(HUGE_PAGE + 9 * PAGE)
     write(arena, begin, content)
     assert lent(mapped(arena), begin, len(content)).tobytes() == content
-    assert bytes(arena.readable()[begin : begin + len(content)]) == content
+    assert bytes(arena.readable(begin, len(content))) == content
 
 
-def test_what_is_spilled_is_read_too(arena, tmp_path) -> None:
-    address = arena.extents.disk_begin + 3 * PAGE
-    write(arena, address, b"spilled" * 999)
+def test_a_file_in_a_folder_is_no_other_and_leaves_nothing(tmp_path) -> None:
+    arena = Arena(SIZE, str(tmp_path))
+    assert os.fstat(arena.descriptor).st_blocks * 512 >= SIZE  # it has all its room at once
+    write(arena, 3 * PAGE, b"there" * 999)
     mapping = mapped(arena)
-    assert lent(mapping, address, 6993).tobytes() == mapping.copy(address, 6993).tobytes()
-    assert mapping.copy(address, 6993).tobytes() == b"spilled" * 999
+    assert lent(mapping, 3 * PAGE, 4995).tobytes() == b"there" * 999
+    assert mapping.copy(3 * PAGE, 4995).tobytes() == b"there" * 999
     assert os.listdir(tmp_path) == []
 
 
 def test_nobody_else_can_write(arena) -> None:
     write(arena, 0, b"mine")
-    for file in arena.descriptors:
-        with pytest.raises(OSError, match="descriptor"):
-            os.pwrite(file, b"yours", 0)
-        with pytest.raises(PermissionError):
-            mmap.mmap(file, PAGE)
+    with pytest.raises(OSError, match="descriptor"):
+        os.pwrite(arena.descriptor, b"yours", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(arena.descriptor, PAGE)
     with pytest.raises(PermissionError):  # nor by the descriptor opened anew: it is sealed
-        os.pwrite(os.open(f"/proc/self/fd/{arena.descriptors[0]}", os.O_RDWR), b"yours", 0)
+        os.pwrite(os.open(f"/proc/self/fd/{arena.descriptor}", os.O_RDWR), b"yours", 0)
     with pytest.raises(TypeError):
-        arena.readable()[0] = 1
+        arena.readable(0, PAGE)[0] = 1
 
 
 @pytest.mark.parametrize("counts_faults", [True, False])

@@ -83,9 +83,7 @@ def test_a_machine_without_control_groups(groups: Groups) -> None:
 
 def test_the_default_is_never_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "available_bytes", lambda: 0)
-    budgets = limits.budgets(limits.Wanted())
-    assert budgets.memory_bytes == limits.LEAST_MEMORY_BYTES
-    assert budgets.chunk_bytes > 1 << 16
+    assert limits.budget(None, None) == limits.LEAST_MEMORY_BYTES
 
 
 @pytest.mark.parametrize(

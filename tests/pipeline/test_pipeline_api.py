@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 from optuna_fleet.pipeline import default_preprocessors
-from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
+from optuna_fleet.pipeline.limits import budget, default_chunk_bytes
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
 from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
 from optuna_fleet.pipeline.wire import encode
@@ -33,7 +33,6 @@ def test_news_of_the_largest_chunk_fits_into_a_packet():
         nbytes=1 << 60,
         num_samples=size,
         busy_s=1 / 3,
-        stored=tuple((index, (1 << 40) + index, 1 << 20) for index in indices),
         skipped=tuple(indices),
         complaint=ChunkError(summary="x" * MAX_TEXT, traceback="y" * MAX_TEXT),
     )
@@ -43,7 +42,7 @@ def test_news_of_the_largest_chunk_fits_into_a_packet():
 def test_defaults_fit_the_machine():
     assert [default_preprocessors(c, cpu_slots=True) for c in (1, 8)] == [1, 2]
     assert [default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
-    assert 1 << 20 < default_memory_bytes() < 1 << 45
+    assert 1 << 20 < budget(None, None) < 1 << 45
     assert default_chunk_bytes(10 << 30) == 20 << 20
     assert default_chunk_bytes(1 << 20) == 64 << 10
     assert default_chunk_bytes(1 << 10) == 4096

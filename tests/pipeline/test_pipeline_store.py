@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.messages import ChunkError, ChunkFailed, ChunkReady, ReleaseChunks
 from optuna_fleet.pipeline.server.allocator import PAGE, Allocator, Space
 from optuna_fleet.pipeline.server.epochs import Order
@@ -18,13 +17,10 @@ ERROR = ChunkError(summary="broken")
 REFUSAL = [("a", ChunkFailed(pass_id=0, chunk=0, error=ERROR))]
 NUM_CHUNKS = 6
 
-DISK = 1 << 40
 
-
-def make_store(budget=3, window=0, disk=0) -> ChunkStore:
+def make_store(budget=3, window=0) -> ChunkStore:
     """Budgets in chunks, each of which is a page."""
-    extents = Extents(memory_bytes=budget * PAGE, disk_begin=DISK, disk_bytes=disk * PAGE)
-    space = Space(extents)
+    space = Space(budget * PAGE)
     store = ChunkStore(space, window=window, fixed=["val"])
     store.space = space
     for name in ("train", "val"):
@@ -234,59 +230,6 @@ def test_chunk_larger_than_expected_is_ordered_again_where_it_fits():
     assert "larger memory_bytes" in refusal.error.summary
 
 
-def test_what_does_not_fit_into_memory_goes_to_the_disk_before_anything_is_dropped():
-    store = make_store(budget=2, disk=2)
-    store.open_pass(("a", 0), "train", 0, 0)
-    places, drops, orders = [], [], []
-    for chunk in range(6):
-        store.move(("a", 0), chunk)
-        store.request(("a", 0), chunk, urgent=True)
-        drops += [key.chunk for key in gone(store, lambda: orders.append(store.assign()))]
-        places.append("disk" if orders[-1].address >= DISK else "memory")
-        store.produced(orders[-1].key, 1)
-        store.release(("a", 0), [chunk])
-    assert places == ["memory", "memory", "disk", "disk", "disk", "disk"]
-    assert drops == [3, 4]  # a reader to come begins at chunk 0
-    assert (store.space.memory.used, store.space.disk.used) == (2 * PAGE, 2 * PAGE)
-
-
-def test_disk_that_failed_is_not_used_again():
-    store = make_store(budget=1, disk=5)
-    store.open_pass(("a", 0), "train", 0, 0)
-    store.request(("a", 0), 0, urgent=True)
-    store.request(("a", 0), 1, urgent=True)
-    first, second = store.assign(), store.assign()
-    assert (first.address, second.address) == (0, DISK)
-    store.produced(first.key, 1)
-    told(store)
-    store.disk_failed(second.key)
-    assert store.assign() is None
-    assert told(store) == [("a", ReleaseChunks(pass_id=0))]
-
-
-def test_what_is_reserved_is_free_at_once_unless_it_is_held():
-    store = make_store(budget=4)
-    fill(store, "train", 0, [0, 1, 2, 3])
-    store.open_pass(("a", 0), "train", 0, 3)
-    store.request(("a", 0), 3, urgent=True)
-    assert gone(store, lambda: store.reserve(2 * PAGE)) == [ChunkKey("train", 0, 2)]
-    assert list(store.space.decoded) == [(2 * PAGE, PAGE)]
-    store.release(("a", 0), [3])
-    assert list(store.space.decoded) == [(2 * PAGE, 2 * PAGE)]
-    assert store.space.memory.used == 2 * PAGE
-
-
-def test_nothing_is_reserved_while_the_largest_chunk_would_find_no_room():
-    store = make_store(budget=4)
-    store.set_size("val", num_samples=NUM_CHUNKS, chunk_size=1, chunk_bytes=2 * PAGE)
-    fill(store, "train", 0, [0, 1, 2, 3])
-    store.open_pass(("a", 0), "train", 0, 1)
-    store.request(("a", 0), 1, urgent=True)
-    assert gone(store, lambda: store.reserve(3 * PAGE)) == []
-    store.release(("a", 0), [1])
-    assert gone(store, lambda: store.reserve(3 * PAGE)) == [ChunkKey("train", 0, 3)]
-
-
 def test_failure_is_told_and_only_tried_again_on_request():
     store = make_store(window=2)
     store.open_pass(("a", 0), "train", 0, 0)
@@ -324,7 +267,7 @@ class AnySequence(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.store = make_store(budget=7, window=2, disk=2)
+        self.store = make_store(budget=7, window=2)
         self.number = 0
         self.recalled = set()
         self.passes = {}  # id -> (name, epoch, owner)
@@ -420,49 +363,36 @@ class AnySequence(RuleBasedStateMachine):
         self.see_what_went()
 
     def see_what_went(self):
-        """Chunks where they may not be any more go as soon as nobody holds them.
-
-        And those that were made for one alone, as soon as it reads the epoch no more.
-        """
+        """Chunks that were made for one alone go as soon as it reads the epoch no more."""
         held = {key for _, key in self.held}
         there = {
             epoch.key(chunk) for epoch in self.store._epochs.values() for chunk in epoch.chunks
         }
         for key in self.resident.keys() - there:
             assert key not in held
-            place = self.resident.pop(key)
-            is_over = key.owner is not None and key.of_epoch not in self.passes.values()
-            assert is_over or not self.store.space.has(*place)
+            del self.resident[key]
+            assert key.owner is not None
+            assert key.of_epoch not in self.passes.values()
 
     @rule(times=st.integers(1, 4))
     def assign(self, times):
         for _ in range(times):
             self.order()
 
-    @rule(border=st.integers(4, 6))
-    def reserve(self, border):
-        self.store.reserve(border * PAGE)
-        self.follow()
-
     @precondition(lambda self: self.producing)
     @rule(
         data=st.data(),
-        outcome=st.sampled_from(["produced", "produced", "failed", "lost", "outgrew", "disk"]),
+        outcome=st.sampled_from(["produced", "produced", "failed", "lost", "outgrew"]),
     )
     def finish(self, data, outcome):
         key = self.pick(data, self.producing)
-        address, nbytes = self.producing[key]
-        if outcome == "disk" and address < DISK:
-            return
-        del self.producing[key]
+        address, nbytes = self.producing.pop(key)
         if outcome == "produced":
             used = data.draw(st.sampled_from([1, nbytes]))
             self.resident[key] = address, -(-used // PAGE) * PAGE
             self.store.produced(key, used)
         elif outcome == "outgrew":
             self.store.outgrew(key, 2 * PAGE)
-        elif outcome == "disk":
-            self.store.disk_failed(key)
         else:
             getattr(self.store, outcome)(key, ERROR)
             if outcome == "failed":
@@ -475,11 +405,8 @@ class AnySequence(RuleBasedStateMachine):
         taken = sorted([*self.resident.values(), *self.producing.values()])
         for (begin, nbytes), (after, _) in pairwise([*taken, (1 << 60, 0)]):
             assert begin + nbytes <= after
-        free = [*space.memory.gaps, *space.decoded, *space.disk.gaps]
-        in_memory = [piece for piece in [*taken, *free] if piece[0] < DISK]
-        assert sum(nbytes for _, nbytes in in_memory) == 7 * PAGE
-        assert space.memory.used == sum(n for begin, n in taken if begin < DISK)
-        assert space.disk.used == sum(n for begin, n in taken if begin >= DISK) <= 2 * PAGE
+        assert sum(nbytes for _, nbytes in [*taken, *space.gaps]) == 7 * PAGE
+        assert space.used == sum(n for _, n in taken)
         lent = {key for _, key in self.held}
         assert self.store.residents.lent_bytes == sum(self.resident[key][1] for key in lent)
 

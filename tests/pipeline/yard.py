@@ -35,9 +35,8 @@ class Yard:
         self.spec = pipeline.spec()
         self.forks = Forks(self.selector, on_exit=self._exited, in_child=self._in_child)
         setup = pipeline.packed().setup(limit, **how)
-        wanted = replace(setup.wanted, chunk_bytes=700, memory_bytes=memory_bytes)
         self.server = PipelineServer(
-            replace(setup, wanted=wanted),
+            replace(setup, chunk_bytes=700, memory_bytes=memory_bytes),
             spawn=self.forks.spawn,
             selector=self.selector,
             clock=lambda: self.now_s,

@@ -750,7 +750,7 @@ class NoamOpt:
 
 @WRONG.case(STAYS, "chosen")
 def draws_between_folds(trial: Any) -> None:
-    """It is drawn after dropout what the next fold sees; after a move nothing was dropped."""
+    """What the next fold trains on is drawn after dropout; after a move nothing was dropped."""
     for fold in ("train_table", "val_table"):
         chosen = torch.rand(6)
         model, optimizer = prepared(trial, network(nn.Dropout(0.5)))

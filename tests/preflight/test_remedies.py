@@ -1,4 +1,4 @@
-"""The check says what docs/results.md says, and lets go what is mended as told there."""
+"""The check says what docs/objective.md says, and lets go what is mended as told there."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,8 +143,9 @@ def test_memory_is_free_after_a_pass_unless_the_device_has_failed(monkeypatch, h
     """To free it would abort the process then."""
     stream = Stream()
     monkeypatch.setattr(feed_module, "_side_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    copies = feed_module.CudaCopies(torch.device("cpu"))
+    gpu = SimpleNamespace(module=SimpleNamespace(stream=nullcontext))
+    monkeypatch.setattr(feed_module, "accelerator_of", lambda _: gpu)
+    copies = feed_module.Copies(torch.device("cpu"))
     pinned = torch.zeros(2)
     copies.send(pinned)
     memory = weakref.ref(pinned)
@@ -166,8 +168,9 @@ def test_memory_is_held_if_the_device_fails_during_a_copy(monkeypatch):
     stream = Stream()
     stream.record_event = lambda: stream.mark  # no such thing
     monkeypatch.setattr(feed_module, "_side_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    copies = feed_module.CudaCopies(torch.device("cpu"))
+    gpu = SimpleNamespace(module=SimpleNamespace(stream=nullcontext))
+    monkeypatch.setattr(feed_module, "accelerator_of", lambda _: gpu)
+    copies = feed_module.Copies(torch.device("cpu"))
     pinned = torch.zeros(2)
     with pytest.raises(AttributeError):
         copies.send(pinned)

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optuna_fleet.virtual_workers.engine.agreement import names_by_piece
-from optuna_fleet.virtual_workers.engine.directory import Directory
-from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer, ServerClient
-from optuna_fleet.virtual_workers.engine.passes import Loss
-from optuna_fleet.virtual_workers.engine.stage import Observer, PipelineStage
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.agreement import names_by_piece
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer, ServerClient
+from optuna_fleet.virtual_workers.stage import Loss, Observer, PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import (
     Address,
     Inputs,
     Message,
@@ -31,15 +30,14 @@ from optuna_fleet.virtual_workers.engine.stage_messages import (
     Targets,
     Tensors,
 )
-from optuna_fleet.virtual_workers.engine.updates import SgdRule
-from optuna_fleet.virtual_workers.engine.versions import (
+from optuna_fleet.virtual_workers.versions import (
     FlushedWeights,
+    SgdRule,
     VersionedWeights,
     Weights,
 )
-from optuna_fleet.virtual_workers.engine.whole import parameters_of, part_of
-from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
-from optuna_fleet.virtual_workers.wsp.turns import Turn
+from optuna_fleet.virtual_workers.whole import parameters_of, part_of
+from optuna_fleet.virtual_workers.wsp import Flush, Turn, WaveSynchronous
 
 Seconds = Callable[[StageAddress, Turn], float]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

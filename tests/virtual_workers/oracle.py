@@ -8,8 +8,8 @@ from in_process import Blueprint, InProcess, Workers
 from torch import nn
 from torch.func import functional_call
 
-from optuna_fleet.virtual_workers.engine.stage import PassDone
-from optuna_fleet.virtual_workers.wsp.turns import Pass
+from optuna_fleet.virtual_workers.stage import PassDone
+from optuna_fleet.virtual_workers.wsp import Pass
 
 LR = 0.05
 

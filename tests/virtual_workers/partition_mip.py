@@ -2,7 +2,7 @@
 
 Binaries z[q, e]: stage q ends with layer e. The time and the memory of a stage are differences of
 prefix sums at its two ends, so they are linear in z; the time of the slowest stage is minimised.
-Slow: a check for :mod:`optuna_fleet.virtual_workers.partition.search`, which finds the same.
+Slow: a check for :mod:`optuna_fleet.virtual_workers.partition`, which finds the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optuna_fleet.alloc.problem import AllocationFailed
-from optuna_fleet.virtual_workers.partition.partition_problem import (
+from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Partition,
     PartitionProblem,

@@ -8,13 +8,11 @@ from in_process import Blueprint, InProcess, Workers
 from oracle import Oracle, batch, furthest, mlp, sgd
 from torch import nn
 
-from optuna_fleet.virtual_workers.engine.agreement import Agreement, names_of
-from optuna_fleet.virtual_workers.engine.directory import Directory
-from optuna_fleet.virtual_workers.engine.stage import PipelineStage
-from optuna_fleet.virtual_workers.engine.stage_messages import Inputs, StageAddress, Targets
-from optuna_fleet.virtual_workers.engine.updates import added
-from optuna_fleet.virtual_workers.wsp.schedules import WaveSynchronous
-from optuna_fleet.virtual_workers.wsp.turns import Pass
+from optuna_fleet.virtual_workers.agreement import Agreement, names_of
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.stage import PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import Inputs, StageAddress, Targets, added
+from optuna_fleet.virtual_workers.wsp import Pass, WaveSynchronous
 
 
 @pytest.mark.parametrize(("num_minibatches", "distance"), [(1, 0), (5, 0), (8, 1), (11, 3)])

@@ -70,7 +70,7 @@ def trains(
 
     def is_time() -> bool:
         last = pipeline.num_virtual_workers - 1
-        return pipeline.num_batches == 8 and pipeline._own.placed.address.worker == last
+        return pipeline.num_batches == 8 and pipeline._own.address.worker == last
 
     trap.spring, trap.is_time = spring, is_time
     losses = trial.state.setdefault("losses", [])

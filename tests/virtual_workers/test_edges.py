@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet.virtual_workers.engine.directory import Directory
-from optuna_fleet.virtual_workers.engine.edges import Edges
-from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.edges import Edges
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer
+from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Gradients,
     Pull,
@@ -24,7 +24,7 @@ from optuna_fleet.virtual_workers.engine.stage_messages import (
     Snapshot,
     StageAddress,
 )
-from optuna_fleet.virtual_workers.wsp.schedules import Tag
+from optuna_fleet.virtual_workers.wsp import Tag
 
 
 def connected(directory: Directory, room: int = 10) -> list[Edges]:

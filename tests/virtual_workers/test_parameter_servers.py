@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from optuna_fleet.virtual_workers.engine.parameter_server import ParameterServer, ServerClient
-from optuna_fleet.virtual_workers.engine.stage_messages import (
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer, ServerClient
+from optuna_fleet.virtual_workers.stage_messages import (
     Pull,
     Push,
     ServerAddress,

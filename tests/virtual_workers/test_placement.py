@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from optuna_fleet.virtual_workers.engine.agreement import Statistics
-from optuna_fleet.virtual_workers.engine.blocks import blocks_of
-from optuna_fleet.virtual_workers.engine.costs import LayerCost, layer_costs, link_of
-from optuna_fleet.virtual_workers.engine.microbatches import microbatches
-from optuna_fleet.virtual_workers.engine.stage_placement import Demand, Ranks, TooManyDevices
-from optuna_fleet.virtual_workers.engine.whole import part_of
+from optuna_fleet.virtual_workers.agreement import Statistics
+from optuna_fleet.virtual_workers.batches import microbatches
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
+from optuna_fleet.virtual_workers.placing import LayerCost, blocks_of, layer_costs, link_of
+from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices
+from optuna_fleet.virtual_workers.whole import part_of
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0

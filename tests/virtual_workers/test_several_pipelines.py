@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import platform
 import re
 import time
 from pathlib import Path
@@ -17,8 +16,8 @@ from torch import nn
 from torch.func import functional_call
 
 from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.virtual_workers.wsp.turns import Pass
-from tests.fleets import Leg, fleet_of, run
+from optuna_fleet.virtual_workers.wsp import Pass
+from tests.fleets import Leg, run
 
 LR, BATCH = 0.05, 10
 
@@ -80,7 +79,7 @@ def records(trial: Any, *, folder: Path, distance: int, slow_s: float) -> float:
         rounds.append({"told": told, "batches": batches, "losses": losses})
         batches = []
     trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
-    holding = pipeline._holding
+    holding = pipeline.holding
     holding.gather()
     if trial.rank == 0:
         torch.save(
@@ -302,37 +301,6 @@ def test_a_layout_can_be_chosen(
     assert (trial.user_attrs["layout"], trial.user_attrs["in_flight"]) == (found, in_flight)
     assert result(trial)[0][-1] < result(trial)[0][0]
     assert "takes the layout" not in log.getvalue()
-
-
-def on_two_nodes(trial: Any, *, layout: str) -> float:
-    """Ranks 0 and 1 on one, 2 and 3 on the other."""
-    platform.node = lambda: f"node{trial.rank // 2}"
-    model = layers()
-    optimizer = momentum(model.parameters())
-    given = {"clock_distance": 0, "layout": layout}
-    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **given)
-    losses: list[float] = []
-    for _ in trial.epochs(3):
-        for images, labels in trial.batches("train", batch_size=BATCH):
-            pipeline.step(images, labels)
-        losses += [loss.item() for loss in pipeline.flush()]
-    placed = [[rank // 2 for rank in ranks] for ranks in pipeline._own.placed.placement.ranks]
-    trial.set_user_attr("nodes", sorted(map(sorted, placed)))
-    trial.set_user_attr("losses", losses)
-    return losses[-1]
-
-
-def test_on_several_nodes_a_layout_says_who_is_with_whom() -> None:
-    """With a clock distance of 0 the results are those of any other."""
-    losses = []
-    with fleet_of(devices=4) as own:  # its processes take themselves to be elsewhere
-        for layout in ("NP", "ED", "HD", "ED-local"):
-            objective = functools.partial(on_two_nodes, layout=layout)
-            trial = run(own, objective, Leg((0, 1, 2, 3)))
-            together = [[0, 0], [1, 1]] if layout == "NP" else [[0, 1], [0, 1]]
-            assert trial.user_attrs["nodes"] == together
-            losses.append(trial.user_attrs["losses"])
-    assert losses == losses[:1] * 4
 
 
 def test_what_a_clock_distance_alone_gave_is_told(fleet: Any, log: Any) -> None:

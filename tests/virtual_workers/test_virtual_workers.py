@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.virtual_workers.engine.passes import Noise
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
-from optuna_fleet.virtual_workers.wsp.schedules import Flush, WaveSynchronous
-from optuna_fleet.virtual_workers.wsp.turns import Pass, held_minibatches
+from optuna_fleet.virtual_workers.stage import Noise
+from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous, held_minibatches
 
 
 def blueprint(schedule, *cuts, model=None, loss=F.mse_loss, optimizer=sgd):

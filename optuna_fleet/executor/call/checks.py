@@ -30,7 +30,7 @@ from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck
 _FIRST = (
     "Trial {number} is checked: its objective's beginning runs several times in processes that "
     "are thrown away, to see whether trials like it give the same on several devices, and when "
-    "they are moved (docs/results.md; FleetExecutor(preflight=False) does without)."
+    "they are moved (docs/objective.md; FleetExecutor(preflight=False) does without)."
 )
 _FOUND = "Trials like trial {number}: {finding}. {advice}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from optuna_fleet.checkpoints.folder import mark
+from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import FinishTrial, Launch
 from optuna_fleet.executor.call.held import Start
 from optuna_fleet.executor.call.objective_copies import ObjectiveCopies

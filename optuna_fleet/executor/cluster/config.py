@@ -13,7 +13,7 @@ from pathlib import Path
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
-from optuna_fleet.pipeline.packed import PackedPipeline, PipelineSetup
+from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining
@@ -104,7 +104,7 @@ class NodeSetups:
     private_folder: str | None = None
     stuck_s: float | None = None
     silence_s: float | None = None
-    _packed: PackedPipeline | None = None
+    _packed: PipelineSetup | None = None
 
     def of(self, node: AgentJoining, devices: tuple[Device, ...]) -> NodeSetup:
         """Returns what a node is told that joins with these devices."""
@@ -136,7 +136,9 @@ class NodeSetups:
 
     def data_sets(self) -> str | None:
         """Returns the path of the file with the data sets, for nodes that do not see it."""
-        return None if self._packed is None else self._packed.payload.path
+        if self._packed is None or self._packed.payload is None:
+            return None
+        return self._packed.payload.path
 
     def close(self) -> None:
         """Lets go of the data sets."""
@@ -144,7 +146,7 @@ class NodeSetups:
 
 
 def pipeline_setup(
-    pipeline: PackedPipeline, devices: Sequence[Device], cores: int
+    pipeline: PipelineSetup, devices: Sequence[Device], cores: int
 ) -> PipelineSetup:
     """What the agent of a node with these devices and cores is to know of the pipeline."""
     cpu_slots = _has_cpu_slots(devices)

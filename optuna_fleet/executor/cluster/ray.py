@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.agent.placed import Placed
@@ -114,26 +115,24 @@ class RayEngine(AsksScheduler):
         if not self._is_ours and address not in (None, "auto", there):
             raise LaunchError(f"Ray is connected to {there}, not to {address}: leave that out.")
         has_gpus = self._cluster.gpus_per_node or self._ray.cluster_resources().get("GPU")
-        self._on_gpus = (self._device_type or ("cuda" if has_gpus else "cpu")) == "cuda"
+        self._on_gpus = (self._device_type or ("gpu" if has_gpus else "cpu")) != "cpu"
         self._place()
 
     def _look(self) -> None:
         for actor, _ in (self._actors[node] for node in self._ends() if node in self._actors):
             self._ray.kill(actor)
         ended = {name: end for name, (_, end) in self._actors.items() if end.done()}
-        for name in ended:
-            del self._actors[name]
+        self._actors = {n: actor for n, actor in self._actors.items() if n not in ended}
         self._place()
         for name, end in ended.items():
-            is_replaced = name in self._actors
+            again = name in self._actors
             if error := end.exception():
-                cause = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
+                why = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
                 did_not_die = isinstance(error, self._ray.exceptions.RayTaskError)
                 code = None if did_not_die else -signal.SIGKILL  # an agent dies with its actor
-                gone = Departure(node=name, cause=cause, exit_code=code, is_replaced=is_replaced)
-                self.news.tell(gone)
+                self.news.tell(Departure(node=name, cause=why, exit_code=code, is_replaced=again))
             else:
-                self.news.tell(agent_ended(name, end.result(), is_replaced=is_replaced))
+                self.news.tell(agent_ended(name, end.result(), is_replaced=again))
 
     def _place(self) -> None:
         if not self._ray.is_initialized():  # then it would start another cluster to look at
@@ -162,7 +161,8 @@ class RayEngine(AsksScheduler):
         cpus, gpus = share = self._share(node["Resources"])
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         actor = self._actor(share, scheduling_strategy=affinity(node["NodeID"], soft=False))
-        devices = ["--device-type=cuda"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
+        kind = self._device_type or ACCELERATORS[0].type
+        devices = [f"--device-type={kind}"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
         run = actor.run.remote([*self._agent, "--name", name, *devices], self._environment)
         self._actors[name] = actor, run.future()
         self._actors[name][1].add_done_callback(lambda end: self._woken.set())

@@ -241,9 +241,7 @@ class Controller:
             decision, devices = EpochDecision.YIELD, self._roster.next_devices(run)
             if run.stage is not Stage.LEAVING:
                 run.become(Stage.LEAVING)
-        elif self._planner.may_rest(trial):
-            run.become(Stage.AT_REST)
-            self._planner.has_news = True
+        elif self._planner.rests_after_epoch(run):
             return []
         return [AnswerEpoch(run_id=event.run_id, decision=decision, devices=devices)]
 

@@ -122,9 +122,19 @@ class Planner:
         """There are more devices than the round was made for."""
         self._rounds.end()
 
-    def may_rest(self, trial: Trial) -> bool:
-        """Whether a trial at the end of an epoch waits for a plan, which could move it."""
-        return self._policy.paradigm == "elastic" and self._problems.may_leave(trial)
+    def rests_after_epoch(self, run: Run) -> bool:
+        """Whether a run rests, at the end of an epoch, until there is a plan, which may move it.
+
+        Not if it can be moved within the next epoch as well: then it trains meanwhile.
+        """
+        trial = self._roster.trials[run.number]
+        if self._policy.paradigm != "elastic" or not self._problems.may_leave(trial):
+            return False
+        self.has_news = run.is_between_epochs = True
+        if self._problems.moves_within_epoch(trial):
+            return False
+        run.become(Stage.AT_REST)
+        return True
 
     def void(self) -> None:
         """The last plan was made of wrong figures: make another at once."""
@@ -185,6 +195,8 @@ class Planner:
         self.is_deciding, self.has_news, self._is_void = True, False, False
         self._rounds.decide()
         self._problem = self._problems.build(candidates)
+        for run in self._roster.runs.values():
+            run.is_between_epochs = run.stage is Stage.AT_REST
         return [Allocate(problem=self._problem)]
 
     def carry_out(self, plan: Plan) -> list[Instruction]:

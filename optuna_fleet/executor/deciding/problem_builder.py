@@ -212,7 +212,7 @@ class ProblemBuilder:
             max_epochs=model.max_epochs,
             samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
-            is_within_epoch=trial.run is not None and trial.run.stage is not Stage.AT_REST,
+            is_within_epoch=trial.run is not None and not trial.run.is_between_epochs,
             rescale_up_s=move_s if model.rescale_up_s is None else model.rescale_up_s,
             rescale_down_s=move_s if model.rescale_down_s is None else model.rescale_down_s,
         )

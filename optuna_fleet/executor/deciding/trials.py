@@ -86,7 +86,8 @@ class Run:
 
     `lost_with_node` if a whole node was taken from it; `clears` if it was told to leave
     one that goes; `lingers` if its last ranks are not waited for any more; `is_news` if the last
-    plan did not know how it would end.
+    plan did not know how it would end; `is_between_epochs` if one has ended since the last plan
+    was asked for.
     """
 
     run_id: int
@@ -99,6 +100,7 @@ class Run:
     clears: bool = False
     lingers: bool = False
     is_news: bool = False
+    is_between_epochs: bool = False
 
     def become(self, stage: Stage) -> None:
         """Enter another stage."""

@@ -6,7 +6,6 @@ import contextlib
 import hmac
 import itertools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
-from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.store import private_folder, remove_all
 from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
@@ -386,4 +386,4 @@ class Runtime:
 
     def _remove_private_folder(self) -> None:
         if not self._keeps_checkpoints:
-            shutil.rmtree(self._checkpoint_dir, ignore_errors=True)
+            remove_all(self._checkpoint_dir)

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from optuna_fleet.checkpoints.file import CheckpointError, readable, replacing, written
+from optuna_fleet.checkpoints.file import CheckpointError, readable, written
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.transfer import Get, GetDataSets, Put, Refused, receive_file, send_file
 
@@ -73,10 +74,10 @@ class TransferServer:
         try:
             path = self._path_of(request)
             if isinstance(request, Get | GetDataSets):
-                with readable(path), path.open("rb") as file:
+                with readable(path), Store(path.parent).read(path.name) as file:
                     send_file(channel, file, stop=lambda: False)
                 return
-            with written(path), replacing(path) as file:
+            with written(path), Store(path.parent).write(path.name) as file:
                 whole = receive_file(partial(_next, channel), file.write)
             channel.send(whole)
         except CheckpointError as error:

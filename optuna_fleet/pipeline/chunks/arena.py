@@ -1,8 +1,9 @@
-"""The arena: the memory in which all samples of a node lie, and its continuation on a disk.
+"""The arena: the file in which all samples of a node lie, in memory or in a folder of the user's.
 
-The agent maps one memory file, shared and writable, and seals it against any further writable
-mapping. Preprocessors are forked from it and write samples in place; all others get descriptors
-that only read. On the disk it is a file without a name. One range of addresses goes through both.
+The agent maps it, shared and writable; preprocessors are forked from it and write samples in
+place. All others get a descriptor that only reads. In memory it is sealed against any further
+writable mapping; on a disk it has no name, and of what was written the kernel keeps in memory
+what is read.
 
 Memory is handed over page by page, and with pages of 4 KiB that costs as much as reading them.
 So preprocessors have it made of huge pages where the kernel gives them (MADV_COLLAPSE: Linux 6.1,
@@ -19,7 +20,6 @@ import mmap
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 from optuna_fleet.pipeline.chunks.memory_files import HUGE_PAGE, address_of, madvise, map_aligned
 
@@ -33,24 +33,6 @@ _LONGEST_PAUSE = 32
 _MADV_COLLAPSE = 25
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extents:
-    """Where the parts of an arena are: memory from 0 on, the disk from ``disk_begin`` on."""
-
-    memory_bytes: int
-    disk_begin: int
-    disk_bytes: int
-
-    @property
-    def num_files(self) -> int:
-        """How many files that are: one, or two."""
-        return 2 if self.disk_bytes else 1
-
-    def is_on_disk(self, address: int) -> bool:
-        """Returns whether an address is one of the disk."""
-        return address >= self.disk_begin
 
 
 class HugePages:
@@ -75,7 +57,7 @@ class HugePages:
 
 
 _NO_ROOM = (
-    "{} bytes for preprocessed data can't be had ({}): give SharedPipeline a smaller "
+    "{} bytes for preprocessed data can't be had{} ({}): give SharedPipeline a smaller "
     "memory_bytes, or allow larger files and more memory (`ulimit -f`, `ulimit -v`)"
 )
 
@@ -83,80 +65,57 @@ _NO_ROOM = (
 class Arena:
     """The side of those who write: the agent, and the preprocessors that are forked from it.
 
-    Memory and disk are taken when they are first written to; the folder's file system must know
-    ``O_TMPFILE``.
+    Memory is taken when it is first written to. A file in a ``folder`` has its whole size from the
+    beginning: no disk is full later. The folder's file system must know ``O_TMPFILE``.
 
     Attributes:
-        extents: Where its parts are.
-        descriptors: Of the memory and, if there is one, of the file on the disk; for reading only.
+        nbytes: Its size.
+        descriptor: Of the file, for reading only.
     """
 
-    def __init__(self, memory_bytes: int, disk_bytes: int = 0, folder: str | None = None) -> None:
-        self.extents = Extents(
-            memory_bytes=memory_bytes,
-            disk_begin=-(-memory_bytes // HUGE_PAGE) * HUGE_PAGE,
-            disk_bytes=disk_bytes,
-        )
+    def __init__(self, nbytes: int, folder: str | None = None) -> None:
+        self.nbytes = nbytes
         self._huge_pages = HugePages()
         self._collapsed: set[int] = set()
-        self._disk = -1
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        memory = os.memfd_create("optuna-fleet-arena", flags)
+        file = _memory_file() if folder is None else _nameless_file(folder)
         try:
             try:
-                os.ftruncate(memory, memory_bytes)
-                given = memory, memory_bytes
-                self._outer, self._shift = map_aligned(given, flags=mmap.MAP_SHARED)
+                os.ftruncate(file, nbytes)
+                if folder is not None:
+                    os.posix_fallocate(file, 0, nbytes)
+                self._outer, self._shift = map_aligned((file, nbytes), flags=mmap.MAP_SHARED)
             except OSError as error:
-                raise OSError(error.errno, _NO_ROOM.format(memory_bytes, error.strerror)) from None
+                where = "" if folder is None else f" in the spill_dir {folder}"
+                text = _NO_ROOM.format(nbytes, where, error.strerror)
+                raise OSError(error.errno, text) from None
             self._address = address_of(self._outer) + self._shift
-            with suppress(OSError):
-                fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)
-            self.descriptors = [_for_reading(memory)]
+            with suppress(OSError):  # files on a disk have no seals
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)
+            self.descriptor = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            os.close(memory)
-        if disk_bytes:
-            assert folder is not None
-            self._disk = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._disk, disk_bytes)
-            self.descriptors.append(_for_reading(self._disk))
+            os.close(file)
 
     def writable(self, address: int, nbytes: int) -> memoryview:
-        """Returns a piece to write into; what is for the disk goes there by `commit`."""
-        if self.extents.is_on_disk(address):
-            return memoryview(mmap.mmap(-1, nbytes))
+        """Returns a piece to write into."""
         self._have_huge_pages(address, nbytes)
-        begin = self._shift + address
-        return memoryview(self._outer)[begin : begin + nbytes]
+        return self._piece(address, nbytes)
 
-    def commit(self, address: int, written: memoryview) -> None:
-        """Call when a piece, or its beginning, is written.
-
-        Raises:
-            OSError: The disk is full, read-only or gone.
-        """
-        if self.extents.is_on_disk(address):
-            place = address - self.extents.disk_begin
-            os.posix_fallocate(self._disk, place, max(1, written.nbytes))
-            done = 0
-            while done < written.nbytes:
-                done += os.pwrite(self._disk, written[done:], place + done)
-
-    def readable(self) -> memoryview:
-        """Returns all of the memory, mapped so that nothing can be written there by mistake."""
-        files = (self.descriptors[0], self.extents.memory_bytes)
-        memory, shift = map_aligned(files, flags=mmap.MAP_SHARED, writable=False)
-        return memoryview(memory)[shift : shift + self.extents.memory_bytes].toreadonly()
+    def readable(self, address: int, nbytes: int) -> memoryview:
+        """Returns a piece in which nothing can be written by mistake."""
+        return self._piece(address, nbytes).toreadonly()
 
     def close(self) -> None:
         """Lets go of it, also in a child that does not preprocess; readers keep what they map."""
         self._outer.close()
-        for descriptor in [*self.descriptors, *([self._disk] if self._disk >= 0 else [])]:
-            os.close(descriptor)
+        os.close(self.descriptor)
+
+    def _piece(self, address: int, nbytes: int) -> memoryview:
+        begin = self._shift + address
+        return memoryview(self._outer)[begin : begin + nbytes]
 
     def _have_huge_pages(self, address: int, nbytes: int) -> None:
         """Has the kernel give this process and the readers huge pages where the piece lies."""
-        last = min(address + nbytes, self.extents.memory_bytes // HUGE_PAGE * HUGE_PAGE)
+        last = min(address + nbytes, self.nbytes // HUGE_PAGE * HUGE_PAGE)
         for number in range(address // HUGE_PAGE, -(-last // HUGE_PAGE)):
             if number in self._collapsed or not self._huge_pages.wanted():
                 continue
@@ -167,8 +126,12 @@ class Arena:
             error = madvise(self._address + begin, HUGE_PAGE, _MADV_COLLAPSE)
             self._huge_pages.took(math.inf if error else time.thread_time() - started)
             if error == errno.EINVAL:  # there are none on this machine
-                self._collapsed.update(range(self.extents.memory_bytes // HUGE_PAGE))
+                self._collapsed.update(range(self.nbytes // HUGE_PAGE))
 
 
-def _for_reading(file: int) -> int:
-    return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+def _memory_file() -> int:
+    return os.memfd_create("optuna-fleet-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _nameless_file(folder: str) -> int:
+    return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -27,30 +27,25 @@ def map_privately(fd: int) -> memoryview:
     return memoryview(memory)[shift : shift + nbytes]
 
 
-def map_aligned(
-    *files: tuple[int, int], flags: int, writable: bool = True
-) -> tuple[mmap.mmap, int]:
-    """Maps files one behind another, each from a multiple of the huge page on.
+def map_aligned(file: tuple[int, int], *, flags: int) -> tuple[mmap.mmap, int]:
+    """Maps a file of this descriptor and size, from a multiple of the huge page on.
 
-    Of each the descriptor is given, and its size in bytes. Returns a larger mapping that has the
-    files in it, and where the first one begins there.
+    Returns a larger mapping that has it in it, and where it begins there.
 
     Raises:
         OSError: The process may not map so much.
     """
-    total = sum(-(-nbytes // HUGE_PAGE) * HUGE_PAGE for _, nbytes in files)
+    fd, nbytes = file
+    total = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
     room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     outer = mmap.mmap(-1, total + HUGE_PAGE, flags=room)
     address = address_of(outer)
     shift = -address % HUGE_PAGE
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    access, how = mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED | _MAP_NORESERVE
     where = address + shift
-    for fd, nbytes in files:
-        how = flags | _MAP_FIXED | _MAP_NORESERVE
-        if nbytes and _libc.mmap(where, nbytes, access, how, fd, 0) != where:
-            error = ctypes.get_errno()
-            raise OSError(error, f"{nbytes} bytes could not be mapped: {os.strerror(error)}")
-        where += -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    if nbytes and _libc.mmap(where, nbytes, access, how, fd, 0) != where:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{nbytes} bytes could not be mapped: {os.strerror(error)}")
     return outer, shift
 
 

@@ -82,6 +82,8 @@ class Peers:
         self._left_out_until[peer] = time.monotonic() + LEFT_OUT_S
 
     def _owner(self, key: ChunkKey) -> Peer | None:
+        if self.spec.dataset(key.name).shards:
+            key = ChunkKey(key.name, 0, 0)  # a stream is read by one for all
         if len(self._owners) > _MOST_KNOWN:
             self._owners.clear()
         if key not in self._owners:

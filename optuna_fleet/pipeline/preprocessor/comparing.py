@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from optuna_fleet.pipeline.chunks.columns import is_picture, without_images
+from optuna_fleet.pipeline.chunks.pickling import packed
 from optuna_fleet.pipeline.chunks.structure import flatten, map_leaves
 
 
@@ -62,11 +63,9 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
 
     Objects without an ``__eq__`` of their own equal only themselves: they are compared as pickled.
     """
-    from optuna_fleet.pipeline.preprocessor.decoded_samples import pack
-
     try:
         before = copy.deepcopy(sample)  # making it again may write into it
         again = make()
-        return same(before, again) or b"".join(pack(before)) == b"".join(pack(again))
+        return same(before, again) or b"".join(packed(before)) == b"".join(packed(again))
     except Exception:
         return True  # of the moment, perhaps: it says nothing of the sample

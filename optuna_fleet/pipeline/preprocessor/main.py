@@ -21,7 +21,7 @@ from optuna_fleet.pipeline.chunks.layout import (
     write_rows,
 )
 from optuna_fleet.pipeline.exchange.peers import AskForChunk, Asking
-from optuna_fleet.pipeline.limits import Budgets, guess_sample_bytes
+from optuna_fleet.pipeline.limits import guess_sample_bytes
 from optuna_fleet.pipeline.messages import (
     AtWork,
     ChunkFetched,
@@ -29,12 +29,11 @@ from optuna_fleet.pipeline.messages import (
     ChunkNotProduced,
     ChunkOutgrew,
     ChunkProduced,
-    DiskFailed,
     MeasureSample,
     ProduceChunk,
     SampleMeasured,
 )
-from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
+from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
@@ -53,9 +52,9 @@ def preprocessor_main(
     load: Callable[[], Source],
     spec: PipelineSpec,
     settings: Settings,
-    budgets: Budgets,
+    chunk_bytes: int,
     arena: Arena,
-    decoded: DecodedSamples,
+    decoded: DecodedStore,
     asking: Asking | None = None,
 ) -> None:
     """Serves the agent until it closes the socket.
@@ -68,18 +67,18 @@ def preprocessor_main(
     adoption.adopt_torch(settings)
     # One core each: there is one preprocessor per core it may use.
     torch.set_num_threads(1)
-    _keep_freed_memory(budgets.chunk_bytes)
+    _keep_freed_memory(chunk_bytes)
     sock.setblocking(True)
     samples = Samples(load, spec, decoded)
     producer = _Producer(
         sock=sock,
         spec=spec,
-        chunk_bytes=budgets.chunk_bytes,
+        chunk_bytes=chunk_bytes,
         arena=arena,
-        decoded=decoded,
         samples=samples,
         asking=asking,
     )
+    samples.at_work = producer.tell
     try:
         while True:
             match wire.receive(sock):
@@ -117,7 +116,6 @@ class _Producer:
     spec: PipelineSpec
     chunk_bytes: int
     arena: Arena
-    decoded: DecodedSamples
     samples: Samples
     asking: Asking | None
     kept: _Kept | None = None
@@ -132,12 +130,11 @@ class _Producer:
             chunk_size = answer.chunk_size if answer is not None else None
         by_user = self.spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, prepared_bytes, is_repeatable = 0, None, True
+        header_bytes, is_repeatable = 0, True
         self.samples.begin()
         try:
             first = self._sample(key, 0)
             self.kept = _Kept(key, [first])
-            prepared_bytes = self.samples.prepared_bytes(key)
             nbytes = self._largest(self.kept, by_user)
             is_repeatable = self.samples.is_repeatable(key, first)
             chunk = write_chunk([first], collated_by_user=by_user)
@@ -151,7 +148,6 @@ class _Producer:
                 key=key,
                 sample_bytes=nbytes,
                 header_bytes=header_bytes,
-                prepared_bytes=prepared_bytes,
                 chunk_size=chunk_size,
                 is_repeatable=is_repeatable,
             ),
@@ -170,12 +166,16 @@ class _Producer:
             kept.samples.append(sample)
         return max(sizes)
 
-    def _sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
-        made = self.samples.sample(key, position, use_store=use_store)
+    def _sample(self, key: ChunkKey, position: int) -> Any:
+        made = self.samples.sample(key, position)
+        self.tell()
+        return made
+
+    def tell(self) -> None:
+        """A sample was made."""
         if time.monotonic() - self.told_s > _TELL_S:
             wire.send(self.sock, AtWork())
             self.told_s = time.monotonic()
-        return made
 
     def fetch(self, order: ProduceChunk) -> None:
         """Gets a chunk from the node that owns it, and says so."""
@@ -191,8 +191,7 @@ class _Producer:
         else:
             room = self.arena.writable(order.address, order.max_bytes)
             room[: data.nbytes] = data
-            if self._commit(order, room[: data.nbytes]):
-                wire.send(self.sock, ChunkFetched(key=order.key, nbytes=data.nbytes))
+            wire.send(self.sock, ChunkFetched(key=order.key, nbytes=data.nbytes))
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk where it was ordered, and says so."""
@@ -208,28 +207,16 @@ class _Producer:
         except OutgrownError as failure:
             wire.send(self.sock, ChunkOutgrew(key=key, nbytes=failure.nbytes))
             return
-        if not self._commit(order, room[:nbytes]):
-            return
         done = ChunkProduced(
             key=key,
             nbytes=nbytes,
             num_samples=num_samples,
             busy_s=time.perf_counter() - began,
-            stored=self.decoded.stored(),
             num_loaded=self.samples.num_loaded,
             skipped=tuple(self.samples.skipped),
             complaint=self.samples.complaint,
         )
         wire.send(self.sock, done)
-
-    def _commit(self, order: ProduceChunk, written: memoryview) -> bool:
-        """Returns whether a chunk is where it was ordered to."""
-        try:
-            self.arena.commit(order.address, written)
-        except OSError as error:
-            wire.send(self.sock, DiskFailed(key=order.key, reason=str(error)))
-            return False
-        return True
 
     def _write(self, order: ProduceChunk, room: memoryview) -> tuple[int, int]:
         """Returns the chunk's bytes, and its samples."""
@@ -241,7 +228,6 @@ class _Producer:
             made = kept.samples[: order.chunk_size]
         else:
             samples.begin()
-        self.decoded.begin(order.extents)
         nbytes = self._filled(order, room, made, range(start, stop))
         return nbytes, stop - start
 
@@ -258,7 +244,7 @@ class _Producer:
             for each in made:
                 writer.add(each)
             for position in positions[len(made) :]:
-                writer.add(self._sample(order.key, position, use_store=order.uses_store))
+                writer.add(self._sample(order.key, position))
             return writer.finish()
         except OutgrownError:
             self.kept = _Kept(order.key, writer.samples())

@@ -38,19 +38,14 @@ def _stream(seed: int, name: str, epoch: int, purpose: str) -> hashlib.blake2b:
     return hashlib.blake2b(f"{purpose}\0{seed}\0{epoch}\0{name}".encode(), digest_size=32)
 
 
-def raw_numbers(seed: int, name: str, epoch: int, n: int) -> NDArray[np.uint64]:
-    """Returns ``n`` random numbers of 64 bits for the order of an epoch.
+def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
+    """Returns the order of epoch ``epoch`` of data set ``name``, a permutation of ``range(n)``.
 
-    Raw PCG64 output, which NumPy keeps stable between versions (``Generator.permutation`` is not
-    promised to be), so that a sweep resumed after an upgrade sees the same order.
+    From raw PCG64 output, which NumPy keeps stable between versions (``Generator.permutation`` is
+    not promised to be), so that a sweep resumed after an upgrade sees the same order.
     """
     state = int.from_bytes(_stream(seed, name, epoch, "order").digest()[:16], "little")
-    return np.random.PCG64(state).random_raw(n).astype(np.uint64, copy=False)
-
-
-def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
-    """Returns the order of epoch ``epoch`` of data set ``name``, a permutation of ``range(n)``."""
-    keys = raw_numbers(seed, name, epoch, n)
+    keys = np.random.PCG64(state).random_raw(n)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
@@ -75,14 +70,17 @@ def watched(
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """What is seeded within is as it was before, outside."""
+    """What is seeded within, or told of workers, is as it was before, outside."""
     import torch
+    from torch.utils.data._utils import worker
 
+    info = worker._worker_info
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        worker._worker_info = info
         random.setstate(python)
         np.random.set_state(numpy)
 

@@ -48,10 +48,10 @@ class OrderFile:
         slot = epoch % self._num_slots
         epochs, orders = self._memory
         part: NDArray[np.int64] = orders[slot, start:stop]
-        with self._locked(slot, fcntl.LOCK_SH):
+        with locked(self._fd, fcntl.LOCK_SH, slot):
             if epochs[slot] == epoch + 1:
                 return np.array(part)
-        with self._locked(slot, fcntl.LOCK_EX):
+        with locked(self._fd, fcntl.LOCK_EX, slot):
             if epochs[slot] != epoch + 1:
                 order = draw()
                 epochs[slot] = 0
@@ -65,14 +65,16 @@ class OrderFile:
         memory = np.frombuffer(mmap.mmap(self._fd, 0), np.int64)
         return memory[: self._num_slots], memory[self._num_slots :].reshape(-1, self._length)
 
-    @contextmanager
-    def _locked(self, slot: int, how: int) -> Iterator[None]:
-        # A lock of the process, not of the descriptor, which the others have as well.
-        fcntl.lockf(self._fd, how, 1, slot)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, slot)
+
+@contextmanager
+def locked(fd: int, how: int, slot: int = 0) -> Iterator[None]:
+    """Holds a lock on a slot of a file; who is killed meanwhile holds it no more."""
+    # A lock of the process, not of the descriptor, which the others have as well.
+    fcntl.lockf(fd, how, 1, slot)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, slot)
 
 
 def order_files(spec: PipelineSpec) -> dict[str, OrderFile]:

@@ -1,4 +1,4 @@
-"""Orders that a user's sampler draws, or weights: epoch e is the same for all trials.
+"""Orders that a user's sampler draws: epoch e is the same for all trials.
 
 In an order, sample ``i`` is the number ``i`` where it comes first, and ``i + k * length`` where it
 comes for the k-th time after that: it is augmented in another way each time.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.preprocessor.order import (
     own_randomness,
     permutation,
-    raw_numbers,
     seed_order,
 )
 from optuna_fleet.pipeline.preprocessor.source import Source
@@ -27,25 +25,6 @@ from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """Draws samples with replacement, each as often as its weight says.
-
-    Attributes:
-        cumulated: [num_samples], the sums of the weights up to each sample.
-    """
-
-    cumulated: NDArray[np.float64]
-
-    def draw(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns a sample for each random number of 64 bits."""
-        total = self.cumulated[-1]
-        points = (numbers >> np.uint64(11)) * 2.0**-53 * total
-        points = np.minimum(points, np.nextafter(total, 0))
-        found: NDArray[np.int64] = np.searchsorted(self.cumulated, points, side="right")
-        return found.astype(np.int64, copy=False)
 
 
 def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -58,16 +37,7 @@ def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDA
     sampler = source.samplers.get(spec.name)
     if sampler is None:
         return permutation(seed, spec.name, epoch, spec.num_samples)
-    if isinstance(sampler, Weights):
-        indices = sampler.draw(raw_numbers(seed, spec.name, epoch, spec.num_samples))
-    else:
-        indices = _drawn(source, spec, seed, epoch, sampler)
-    return _numbered(indices, spec.length)
-
-
-def to_check(source: Source) -> list[str]:
-    """Returns the names of data sets with a sampler of which not all is known."""
-    return [name for name, each in source.samplers.items() if not isinstance(each, Weights)]
+    return _numbered(_drawn(source, spec, seed, epoch, sampler), spec.length)
 
 
 def check(source: Source, spec: PipelineSpec) -> None:
@@ -77,7 +47,7 @@ def check(source: Source, spec: PipelineSpec) -> None:
         FleetConfigError: One does not draw what it must, or not the same again.
         Exception: What it raises.
     """
-    for name in to_check(source):
+    for name in source.samplers:
         dataset = spec.dataset(name)
         first, again = (epoch_order(source, dataset, spec.seed, 0) for _ in range(2))
         if not np.array_equal(first, again):

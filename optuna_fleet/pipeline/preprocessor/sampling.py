@@ -19,10 +19,11 @@ from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
-from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
+from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
+from optuna_fleet.pipeline.preprocessor.streams import Stream
 from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.preprocessor.together import Together
 from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
@@ -55,13 +56,16 @@ class Samples:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
+        at_work: Called as samples are made that are not wanted.
     """
+
+    at_work: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
         load: Callable[[], Source],
         spec: PipelineSpec,
-        decoded: DecodedSamples | None = None,
+        decoded: DecodedStore | None = None,
     ) -> None:
         self._load = load
         self._spec = spec
@@ -77,10 +81,11 @@ class Samples:
         self.complaint: ChunkError | None = None
         self.num_loaded = 0
 
-    def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
+    def sample(self, key: ChunkKey, position: int, *, use_store: bool = True) -> Any:
         """Returns the sample at this position of the order of the chunk's epoch.
 
-        If it may ``use_store``, the beginning is taken from the decoded store, or put there.
+        Unless it may not ``use_store``, the beginning is taken from the decoded store, or put
+        there, where the data set is kept.
 
         Raises:
             SampleError: It raised, or as many samples in a row as may be skipped.
@@ -89,7 +94,8 @@ class Samples:
         self._sources()  # its errors are none of the sample
         place = self._place(spec, key.epoch, position)
         self._at(spec, key.epoch, position)
-        num_tries = MAX_SUBSTITUTES if self._spec.on_error == "skip" else 1
+        may_skip = self._spec.on_error == "skip" and not spec.shards
+        num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
             try:
                 data = self._made(spec, key.epoch, place, use_store)
@@ -139,28 +145,13 @@ class Samples:
     def is_repeatable(self, key: ChunkKey, first: Any) -> bool:
         """Returns whether the first sample of an epoch is the same when it is made again."""
         num_skipped = len(self.skipped)
-        found = comes_again(first, lambda: self.sample(key, 0))
+        found = comes_again(first, lambda: self.sample(key, 0, use_store=False))
         del self.skipped[num_skipped:]
         return found
 
     def _at(self, spec: DatasetSpec, epoch: int, position: int | None) -> None:
-        if spec.batched:
+        if spec.batched or spec.shards:
             self._sources().datasets[spec.name].at(epoch, position)
-
-    def prepared_bytes(self, key: ChunkKey) -> int | None:
-        """Returns the size of a sample in the decoded store; None if it is not to be used."""
-        spec = self._spec.dataset(key.name)
-        if not spec.shuffled or self._decoded is None:
-            return None
-        try:
-            source = self._sources()
-            index = self._place(spec, key.epoch, 0) % spec.length
-            if not (stages := source.stages[spec.name]).in_parts:
-                return None
-            self._at(spec, key.epoch, None)
-            return sum(map(len, pack(stages.prepared(source.datasets[spec.name], index))))
-        except Exception:
-            return None  # it is reported when the sample is wanted
 
     def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
         """The number of a sample in the order of an epoch, see `samplers`."""
@@ -198,14 +189,14 @@ class Samples:
         seed: Callable[[], None],
         use_store: bool,
     ) -> Any:
-        store = self._decoded if use_store else None
+        store = self._decoded if use_store and spec.kept else None
         if store is not None and (loaded := store.get(spec.name, index)) is not None:
             self.num_loaded += 1
             return loaded[0]
         seed()
         prepared = stages.prepared(self._sources().datasets[spec.name], index)
         if store is not None:
-            store.put(index, pack(prepared))
+            store.put(spec.name, index, prepared)
         return prepared
 
     def _sources(self) -> Source:
@@ -214,9 +205,9 @@ class Samples:
                 source = self._load()
             self._around = Surroundings(source, self._spec)
             datasets = {
-                each.name: self._together(each, source.datasets[each.name], self._around)
+                each.name: read(each, source.datasets[each.name], self._around)
                 for each in self._spec.datasets
-                if each.batched
+                if (read := self._stream if each.shards else each.batched and self._together)
             }
             self._source = replace(
                 source,
@@ -236,6 +227,16 @@ class Samples:
             places=places,
             begin=partial(around.begin, spec.name),
             may_skip=self._spec.on_error == "skip",
+        )
+
+    def _stream(self, spec: DatasetSpec, dataset: Any, _: Surroundings) -> Stream:
+        return Stream(
+            dataset,
+            name=spec.name,
+            num_shards=spec.shards,
+            seed=self._spec.seed,
+            num_samples=spec.num_samples,
+            at_work=lambda: self.at_work(),
         )
 
 

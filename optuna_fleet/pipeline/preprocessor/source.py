@@ -50,7 +50,7 @@ class Source:
     Attributes:
         datasets: By name.
         stages: Likewise.
-        samplers: Likewise, where the user gave one, or ``Weights``.
+        samplers: Likewise, where the user gave one.
         orders: What was drawn on this node, likewise; none to draw for oneself.
         generators: Random generators that any of these hold, once they have been looked for.
     """

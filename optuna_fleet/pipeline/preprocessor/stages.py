@@ -45,8 +45,9 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
     Raises:
         FleetConfigError: What the user gave does not do what it must.
     """
-    in_parts = [each for each in spec.datasets if source.stages[each.name].in_parts]
-    if not (in_parts or samplers.to_check(source)):
+    kept = [each for each in spec.datasets if not each.shards]  # nothing of a stream is
+    in_parts = [each for each in kept if source.stages[each.name].in_parts]
+    if not (in_parts or source.samplers):
         return
     source = load()
     samplers.check(source, spec)
@@ -68,8 +69,8 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
 
 def _problem(tried: _Tried, *, collates: bool) -> str | None:
     """What the stages do that they must not; None for nothing."""
+    from optuna_fleet.pipeline.chunks.pickling import copied
     from optuna_fleet.pipeline.preprocessor.comparing import same
-    from optuna_fleet.pipeline.preprocessor.decoded_samples import copied
 
     what = "`prepare` gives" if tried.stages.prepare else "dataset[index], without a `prepare`,"
     (prepared, drew), (again, _) = tried.prepared(0), tried.prepared(1)
@@ -95,8 +96,8 @@ def _problem(tried: _Tried, *, collates: bool) -> str | None:
 
 
 def _is_elementwise(finish: Callable[[Any], Any] | None, sample: Any) -> bool:
+    from optuna_fleet.pipeline.chunks.pickling import copied
     from optuna_fleet.pipeline.preprocessor.comparing import batch_of_two, same
-    from optuna_fleet.pipeline.preprocessor.decoded_samples import copied
 
     if finish is None:
         return True

@@ -48,15 +48,9 @@ class Surroundings:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """What `begin` sets within is as it was before, outside: in a process of the user's."""
-        from torch.utils.data._utils import worker
-
-        before = worker._worker_info
         self._epochs.clear()  # he may have called set_epoch himself
-        try:
-            with own_randomness():
-                yield
-        finally:
-            worker._worker_info = before
+        with own_randomness():
+            yield
 
 
 def _within(dataset: Any) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -162,12 +161,10 @@ class PipelineClient:
     def _open_arena(self) -> None:
         message, descriptors = wire.peek_first(self._sock)
         assert isinstance(message, ArenaOpened)
-        if len(descriptors) < message.extents.num_files:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        if not descriptors:
             raise FleetError(
                 "This process has too many open files to be given any data: close some, or raise "
                 "the limit (ulimit -n)."
             )
         wire.receive(self._sock)
-        self._mapping = Mapping(message.extents, descriptors)
+        self._mapping = Mapping(message.nbytes, *descriptors)

@@ -16,13 +16,11 @@ import os
 import resource
 import struct
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import addressof, c_uint64
 
 import numpy as np
 
-from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.chunks.memory_files import address_of, madvise, map_aligned
 from optuna_fleet.pipeline.chunks.view import Bytes
 
@@ -41,22 +39,18 @@ _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
 class Mapping:
     """An arena, mapped by a process that reads; it closes the descriptors in the end."""
 
-    def __init__(self, extents: Extents, descriptors: Sequence[int]) -> None:
-        self._extents = extents
-        self._descriptors = list(descriptors)
+    def __init__(self, nbytes: int, descriptor: int) -> None:
+        self._descriptors = [descriptor]
         self._closing = weakref.finalize(self, _close, self._descriptors)
         self._closing.atexit = False
-        sizes = (extents.memory_bytes, extents.disk_bytes)
-        files = list(zip(descriptors, sizes, strict=False))
         try:
-            self._outer, shift = map_aligned(*files, flags=mmap.MAP_PRIVATE)
+            self._outer, shift = map_aligned((descriptor, nbytes), flags=mmap.MAP_PRIVATE)
         except OSError:  # limits on address space (ulimit -v, strict overcommit): copies then
             self._memory = None
             return
         self._base = address_of(self._outer) + shift
         self._memory = memoryview(self._outer)[shift:]
-        end = extents.disk_begin + extents.disk_bytes
-        self._mapped = bytearray(-(-end // _GRANULE))
+        self._mapped = bytearray(-(-nbytes // _GRANULE))
         self._lent: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         self._kept: dict[int, int] = {}  # address and length of pieces that are the process' own
         self._faults: dict[int, int] = {}  # address of pieces and the page faults before
@@ -72,13 +66,10 @@ class Mapping:
 
     def copy(self, address: int, nbytes: int) -> Bytes:
         """Returns a copy of a piece, which can be given back at once."""
-        place, file = address, self._descriptors[0]
-        if self._extents.is_on_disk(address):
-            place, file = address - self._extents.disk_begin, self._descriptors[1]
         found = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         done = 0
         while done < nbytes:
-            done += os.preadv(file, [found[done:].data], place + done)
+            done += os.preadv(self._descriptors[0], [found[done:].data], address + done)
         return found
 
     def lend(self, address: int, nbytes: int) -> Bytes | None:

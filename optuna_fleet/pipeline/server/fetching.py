@@ -43,7 +43,7 @@ class Fetching:
 
     @property
     def _most_bytes(self) -> float:
-        return FETCHED_SHARE * self._space.memory.end  # the decoded store has what is beyond
+        return FETCHED_SHARE * self._space.nbytes
 
     def give(self, work: ProduceChunk) -> None:
         """Has a chunk asked for."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
-from optuna_fleet.pipeline.limits import Budgets
+from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.messages import ChunkError
 from optuna_fleet.pipeline.spec import PipelineSpec
 
@@ -18,9 +19,9 @@ class Notices:
         outbox: Sentences for the user; the server empties it.
     """
 
-    def __init__(self, budgets: Budgets, spec: PipelineSpec) -> None:
+    def __init__(self, memory_bytes: int, spec: PipelineSpec) -> None:
         self.outbox: list[str] = []
-        self._budgets = budgets
+        self._memory_bytes = memory_bytes
         self._spec = spec
         self._told: set[tuple[str, str]] = set()
         self._made: Counter[str] = Counter()
@@ -47,25 +48,25 @@ class Notices:
         self._once(
             ("repeated", name),
             f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
-            f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
+            f"{self._memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
             f"{1e3 * each_s:.3g} ms of a core per sample, up to "
             f"{each_s * dataset.num_samples:.3g} s per epoch for each group of trials of a like "
-            "pace. A larger memory_bytes or a spill_dir would avoid that.",
+            "pace. A larger memory_bytes, or a spill_dir with more room, would avoid that.",
         )
 
-    def decoded_full(self, name: str, share: float) -> None:
-        """The decoded store could not take some samples, and has room for this share of all."""
-        if share >= 1:
-            return  # it will in the next epoch: these were larger than is usual
-        each_s = self._each_s(name)
+    def decoded_full(self, name: str, kept_share: Callable[[], float]) -> None:
+        """The decoded store is full, and keeps a share of the samples."""
+        if ("decoded", name) in self._told or (share := kept_share()) == 1:
+            return
+        each_s, room = self._each_s(name), self._memory_bytes // limits.DECODED_PART
         others = (1 - share) * self._spec.dataset(name).num_samples
         self._once(
             ("decoded", name),
             f"The decoded store has room for about {share:.0%} of the samples of data set "
-            f"{name!r}, in {self._budgets.decoded_bytes >> 20} MiB. The others are read and "
-            f"decoded in every epoch, at up to {1e3 * each_s:.3g} ms of a core each, "
-            f"{each_s * others:.3g} s per epoch. A larger decoded_bytes, or memory_bytes, of "
-            "which it is a part, would avoid that.",
+            f"{name!r}, in {room >> 20} MiB. The others are read and decoded in every epoch, at "
+            f"up to {1e3 * each_s:.3g} ms of a core each, "
+            f"{each_s * others:.3g} s per epoch. A larger memory_bytes, of which it has a part, "
+            "would avoid that.",
         )
 
     def unseeded(self, name: str) -> None:
@@ -85,13 +86,6 @@ class Notices:
             ("unstarted", ""),
             f"A preprocessor can't be started ({error}); this is tried again. See the limits on "
             "processes and open files: ulimit -u, ulimit -n, pids.max of the control group.",
-        )
-
-    def disk_failed(self, reason: str) -> None:
-        """A chunk could not be spilled."""
-        self.outbox.append(
-            f"Preprocessed data is no longer spilled to {self._budgets.spill_dir}: "
-            f"{reason}. What does not fit into memory is preprocessed again when needed."
         )
 
     def _each_s(self, name: str) -> float:

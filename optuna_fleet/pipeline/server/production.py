@@ -22,15 +22,13 @@ from optuna_fleet.pipeline.messages import (
     ChunkNotProduced,
     ChunkOutgrew,
     ChunkProduced,
-    DiskFailed,
-    Extent,
     ProduceChunk,
     SampleMeasured,
 )
 from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.server.allocator import Space
-from optuna_fleet.pipeline.server.decoded import DecodedStore
 from optuna_fleet.pipeline.server.epochs import Order
 from optuna_fleet.pipeline.server.fetching import NUM_FETCHERS, Fetching
 from optuna_fleet.pipeline.server.notices import Notices
@@ -56,12 +54,12 @@ class Production:
     ``on_idle`` is called when there is one more who could work, or something new to do: to `work`.
 
     Attributes:
-        budgets: What it may take.
+        chunk_bytes: Size of a chunk to aim at.
         sizing: How data sets are cut into chunks.
         arena: Where chunks and decoded samples lie.
         store: The chunk store, which is told of all results.
         counts: What was done.
-        pools: The preprocessors, and those who ask other nodes.
+        pools: The preprocessors, those who read streams, and those who ask other nodes.
         notices: What the user is to be told.
     """
 
@@ -79,22 +77,21 @@ class Production:
         assert setup.payload is not None
         self._setup = setup
         self._payload = setup.payload
-        spec, self.budgets = setup.spec, (budgets := limits.budgets(setup.wanted))
+        spec, nbytes = setup.spec, limits.budget(setup.memory_bytes, setup.spill_dir)
+        self.chunk_bytes = setup.chunk_bytes or limits.default_chunk_bytes(nbytes)
         self.counts = PipelineStats()
-        self.notices = Notices(budgets, spec)
-        self.arena = Arena(budgets.memory_bytes, budgets.spill_bytes, budgets.spill_dir)
+        self.notices = Notices(nbytes, spec)
+        self.arena = Arena(nbytes, setup.spill_dir)
         self._orders = order_files(spec)
-        self._space = Space(self.arena.extents)
-        self._memory_bytes = self._space.memory.end
+        kept = {dataset.name: dataset.length for dataset in spec.datasets if dataset.kept}
+        self._space = Space(nbytes - (nbytes // limits.DECODED_PART if kept else 0))
+        self._decoded = DecodedStore(self.arena, self._space.nbytes, kept)
         self.store = ChunkStore(
             self._space,
             window=2 * (setup.num_alone or setup.num_preprocessors) + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
         )
-        self._indices = {dataset.name: dataset.length for dataset in spec.datasets}
-        self._decoded = DecodedStore(self._indices, budgets.decoded_bytes, self._space.decoded)
-        self._recurring: set[str] = set()
-        self.sizing = Sizing(spec, self.store, budgets.chunk_bytes, peers)
+        self.sizing = Sizing(spec, self.store, self.chunk_bytes, peers)
         # By data set and epoch, which chunks were made: there may be many.
         self._made: dict[tuple[str, int], bytearray] = {}
         self._clock = clock
@@ -112,7 +109,10 @@ class Production:
             clock=clock,
         )
         self.pool, fetchers = new_pool(limit=setup.num_preprocessors), new_pool(limit=NUM_FETCHERS)
-        self.pools = [self.pool, fetchers]
+        # A stream is read by one process: another one would have to begin at its start.
+        self._streams = {each.name: new_pool(limit=1) for each in spec.datasets if each.shards}
+        self._makers = [self.pool, *self._streams.values()]
+        self.pools = [*self._makers, fetchers]
         self._peers = peers
         self._fetching = Fetching(peers, fetchers, self._space)
         self._staffing = Staffing(setup.num_preprocessors, is_adaptive=setup.is_adaptive)
@@ -128,26 +128,20 @@ class Production:
             resident_bytes=self._resident_bytes(),
             lent_bytes=self.store.residents.lent_bytes,
             decoded_bytes=self._decoded.used_bytes,
-            spilled_bytes=self._space.disk.used,
             num_dropped=self.store.residents.num_dropped,
             num_lost=sum(pool.num_lost for pool in self.pools),
             use=replace(self._meter.use),
         )
 
-    def expect_more(self, name: str) -> None:
-        """There will be several epochs of this data set: the first fills the decoded store."""
-        self._recurring.add(name)
-        self._use_decoded(name)
-
     def work(self) -> None:
         """Gives preprocessors work while there is any that fits."""
         self._meter.advance(self._clock())
-        pool, fetching = self.pool, self._fetching
-        pool.target = self._staffing.number
-        while pool.has_room() and (measuring := self.sizing.order()) is not None:
-            pool.give(measuring)
-        while pool.has_room() or fetching.has_room():
-            is_any = self._peers is None and not self._setup.num_alone
+        self.pool.target = self._staffing.number
+        for name in self.sizing.wanted:
+            if (pool := self._pool_for(name)).has_room():
+                pool.give(self.sizing.order(name))
+        while self._fetching.has_room() or any(pool.has_room() for pool in self._makers):
+            is_any = not (self._peers or self._setup.num_alone or self._streams)
             order = self.store.assign(None if is_any else self._accepts)
             if order is None:
                 break
@@ -158,8 +152,12 @@ class Production:
     def resume(self) -> None:
         """Tries again what could not be done; to be called now and then, before `work`."""
         for pool in self.pools:
-            pool.resume(end_idle=self._setup.is_adaptive)
+            reads_on = pool in self._streams.values()
+            pool.resume(end_idle=self._setup.is_adaptive and not reads_on)
         self._staffing.ended(self.pool.num_running)
+
+    def _pool_for(self, name: str) -> PreprocessorPool:
+        return self._streams.get(name, self.pool)
 
     def _source(self, key: ChunkKey) -> Peer | None:
         return self._fetching.source(key, self.store.order_bytes(key))
@@ -169,25 +167,20 @@ class Production:
         most = self._setup.num_alone
         if key.owner is not None and most and self.store.num_producing(key.owner) >= most:
             return False
-        return (self.pool if self._source(key) is None else self._fetching).has_room()
+        makers = self._pool_for(key.name)
+        return (makers if self._source(key) is None else self._fetching).has_room()
 
     def _give(self, order: Order) -> None:
         key, address, max_bytes = order
         size, source = self.store.size(key.name).chunk_size, self._source(key)
-        extents: list[Extent] = []
-        if uses_store := source is None and self._decoded.serves(key.name):
-            extents = self._decoded.lend(key, key.name, size)
-            self._share_memory()  # it may take more than was foreseen, where samples are unlike
         work = ProduceChunk(
             key=key,
             chunk_size=size,
             address=address,
             max_bytes=max_bytes,
-            uses_store=uses_store,
-            extents=tuple(extents),
             source=source,
         )
-        (self.pool if source is None else self._fetching).give(work)
+        (self._pool_for(key.name) if source is None else self._fetching).give(work)
 
     def close(self) -> None:
         """Ends the preprocessors, and frees all memory."""
@@ -200,6 +193,7 @@ class Production:
         self._payload.close()
         for orders in self._orders.values():
             orders.close()
+        self._decoded.close()
         self.arena.close()
 
     def close_in_child(self) -> None:
@@ -214,8 +208,8 @@ class Production:
         if meter.now_s - self._looked_s >= _LOOK_S:
             self._ready, self._looked_s = store.ready(), meter.now_s
         meter.levels = Levels(
-            running=self.pool.num_running,
-            busy=self.pool.num_busy,
+            running=sum(pool.num_running for pool in self._makers),
+            busy=sum(pool.num_busy for pool in self._makers),
             is_blocked=store.has_work and not self._setup.num_alone,
             reading=len(store.passes) + self.sizing.num_measuring,
             stalled=store.num_stalled + self.sizing.num_measuring,
@@ -223,29 +217,11 @@ class Production:
             window=self._ready[1],
         )
 
-    def _use_decoded(self, name: str) -> None:
-        found = self.sizing.found.get(name)
-        if (
-            found is not None
-            and found.prepared_bytes is not None
-            and name in self._recurring
-            and self.budgets.decoded_bytes
-            and not self._decoded.serves(name)
-        ):
-            self._decoded.serve(name, found.prepared_bytes)
-            self._share_memory()
-
-    def _share_memory(self) -> None:
-        """Chunks may take what the decoded store does not, as far as its samples are known."""
-        border = self._memory_bytes - self._decoded.wanted_bytes
-        self.store.reserve(border)
-
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()
         setup, peers = self._setup, self._peers
         os.nice(setup.niceness)
         # Imported in the child: the agent itself never uses torch.
-        from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
         from optuna_fleet.pipeline.preprocessor.main import preprocessor_main
 
         preprocessor_main(
@@ -253,14 +229,14 @@ class Production:
             load=lambda: replace(self._payload.load(), orders=self._orders),
             spec=setup.spec,
             settings=setup.settings,
-            budgets=self.budgets,
+            chunk_bytes=self.chunk_bytes,
             arena=self.arena,
-            decoded=DecodedSamples(self.arena, self._decoded.table, self._indices),
+            decoded=self._decoded,
             asking=Asking(peers.secret, peers.patience_s) if peers is not None else None,
         )
 
     def _resident_bytes(self) -> int:
-        return self._space.memory.used + self._decoded.used_bytes
+        return self._space.used + self._decoded.used_bytes
 
     # What preprocessors say
 
@@ -276,28 +252,18 @@ class Production:
             case ChunkProduced():
                 self._produced(message)
             case ChunkOutgrew(key=key, nbytes=nbytes):
-                self._end_order(key)
+                self._fetching.settle(key)
                 self.store.outgrew(key, nbytes)
-            case DiskFailed(key=key, reason=reason):
-                self._end_order(key)
-                self.notices.disk_failed(reason)
-                self.store.disk_failed(key)
             case ChunkNotProduced(key=key, error=error):
-                self._end_order(key)
+                self._fetching.settle(key)
                 self.store.failed(key, error)
             case _:
                 raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
-
-    def _end_order(self, key: ChunkKey) -> None:
-        """What an order was lent comes back."""
-        self._fetching.settle(key)
-        self._decoded.publish(key, key.name, ())
 
     def _set_size(self, message: SampleMeasured) -> None:
         if not message.is_repeatable:
             self.notices.unseeded(message.key.name)
         self.sizing.measured(message)
-        self._use_decoded(message.key.name)
 
     def _produced(self, message: ChunkProduced) -> None:
         key, counts = message.key, self.counts
@@ -310,10 +276,8 @@ class Production:
         if message.complaint is not None:
             counts.num_skipped += len(message.skipped)
             self.notices.skipped(key.name, message.skipped, message.complaint)
-        self._decoded.publish(key, key.name, message.stored)
-        is_whole = message.num_loaded + len(message.stored) >= message.num_samples
-        if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
-            self.notices.decoded_full(key.name, self._decoded.fitting_share(key.name))
+        if self._decoded.is_full and self._decoded.serves(key.name):
+            self.notices.decoded_full(key.name, partial(self._decoded.kept_share, key.name))
         self.store.produced(key, message.nbytes)
         self._meter.advance(self._clock())
         running, has_fresh = self.pool.num_running, self.pool.has_fresh
@@ -345,7 +309,6 @@ class Production:
         elif key is not None and self._fetching.failed(key):
             self.store.end_order(key)
         elif key is not None:
-            self._decoded.publish(key, key.name, ())
             error = ChunkError(summary=_DIED.format(name=key.name))
             self.store.lost(key, error)
         self._on_idle()

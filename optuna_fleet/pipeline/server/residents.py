@@ -50,7 +50,7 @@ class Residents:
     @property
     def lent_bytes(self) -> int:
         """Bytes of the chunks that passes hold."""
-        return self._space.memory.lent + self._space.disk.lent
+        return self._space.lent
 
     def update(self, epoch: Epoch) -> None:
         """The idle chunks of an epoch have changed, or the cursors of its passes."""
@@ -71,7 +71,7 @@ class Residents:
             self._space.free(order.address + taken, unused)
         epoch.chunks[order.key.chunk] = Place(order.address, taken)
         epoch.rest(order.key.chunk)
-        self._space.part(order.address).idle += taken
+        self._space.idle += taken
         self.update(epoch)
 
     def pin(self, epoch: Epoch, chunk: int) -> None:
@@ -80,10 +80,9 @@ class Residents:
         if epoch.pins[chunk] == 1:
             place = epoch.chunks[chunk]
             epoch.wake(chunk)
-            part = self._space.part(place.address)
-            part.idle -= place.nbytes
-            part.lent += place.nbytes
-            part.held.add(place)
+            self._space.idle -= place.nbytes
+            self._space.lent += place.nbytes
+            self._space.held.add(place)
             self.update(epoch)
 
     def unpin(self, epoch: Epoch, chunk: int) -> None:
@@ -93,13 +92,10 @@ class Residents:
             return
         del epoch.pins[chunk]
         place = epoch.chunks[chunk]
-        part = self._space.part(place.address)
-        part.held.remove(place)
-        part.lent -= place.nbytes
-        part.idle += place.nbytes
+        self._space.held.remove(place)
+        self._space.lent -= place.nbytes
+        self._space.idle += place.nbytes
         epoch.rest(chunk)
-        if not self._space.has(*place):  # reserved, or the disk has failed, meanwhile
-            self._drop(epoch, chunk)
         self.update(epoch)
 
     def is_short(self, epoch: Epoch, chunk: int, largest: int) -> bool:
@@ -107,15 +103,13 @@ class Residents:
 
         The ``largest`` chunk must still find room in one piece.
         """
-        place = epoch.chunks[chunk]
-        part = self._space.part(place.address)
-        budget = part.end - part.begin
-        lent = part.lent + (0 if epoch.pins[chunk] else place.nbytes)
-        if lent > BRIEF_SHARE * budget:
+        place, space = epoch.chunks[chunk], self._space
+        lent = space.lent + (0 if epoch.pins[chunk] else place.nbytes)
+        if lent > BRIEF_SHARE * space.nbytes:
             return True
-        if budget - lent >= largest * (len(part.held) + 2):
+        if space.nbytes - lent >= largest * (len(space.held) + 2):
             return False  # however they lie, one of the pieces between them is as large
-        return _room(part.held | {place}, part.begin, part.end) < largest
+        return _room(space.held | {place}, space.nbytes) < largest
 
     def make_room(self, nbytes: int, *, spare: int) -> int | None:
         """Drops chunks until so many bytes fit in one piece, and returns where they do.
@@ -132,25 +126,10 @@ class Residents:
             address = self._space.allocate(nbytes)
         return address
 
-    def reserve(self, border: int, largest: int) -> None:
-        """Leaves memory from this address on to the decoded store.
-
-        But not while readers hold so much before it that the ``largest`` chunk finds no room.
-        """
-        memory = self._space.memory
-        if border < memory.end and _room(memory.held, 0, border) >= largest:
-            self._space.reserve(border)
-            self._drop_misplaced()
-
     def drop_idle(self, epoch: Epoch) -> None:
         """Drops what nobody holds of an epoch: nobody else will come to it."""
         for chunk in [*epoch.idle]:
             self._drop(epoch, chunk)
-
-    def close_disk(self) -> None:
-        """The disk takes no more chunks: those that are there and idle are dropped."""
-        self._space.close_disk()
-        self._drop_misplaced()
 
     def forget(self, epoch: Epoch) -> None:
         """Forgets an epoch of which nothing is left."""
@@ -173,26 +152,20 @@ class Residents:
         _, chunk, epoch = max(found, key=lambda each: (*each[:2], each[2].rank[1:]))
         return epoch, chunk
 
-    def _drop_misplaced(self) -> None:
-        """Drops idle chunks that lie where they may not any more."""
-        for epoch in [*self._epochs.values()]:
-            for chunk in [c for c in epoch.idle if not self._space.has(*epoch.chunks[c])]:
-                self._drop(epoch, chunk)
-
     def _drop(self, epoch: Epoch, chunk: int) -> None:
         place = epoch.chunks.pop(chunk)
         epoch.wake(chunk)
         self.num_dropped += 1
-        self._space.part(place.address).idle -= place.nbytes
+        self._space.idle -= place.nbytes
         self._space.free(*place)
         self._lookahead.absent(epoch, chunk)
         self.update(epoch)
         self.forget(epoch)
 
 
-def _room(lent: Iterable[tuple[int, int]], begin: int, end: int) -> int:
-    """The most bytes in one piece, from ``begin`` to ``end``, that are not lent."""
-    room = 0
+def _room(lent: Iterable[tuple[int, int]], end: int) -> int:
+    """The most bytes in one piece, up to ``end``, that are not lent."""
+    room = begin = 0
     for address, nbytes in sorted(lent):
-        room, begin = max(room, min(address, end) - begin), address + nbytes
+        room, begin = max(room, address - begin), address + nbytes
     return max(room, end - begin)

@@ -73,7 +73,7 @@ class PipelineServer:
             on_close=lambda: self.remove_reader(reader_id),
         )
         arena = self._production.arena
-        channel.send(ArenaOpened(extents=arena.extents), arena.descriptors)
+        channel.send(ArenaOpened(nbytes=arena.nbytes), [arena.descriptor])
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""
@@ -176,8 +176,6 @@ class PipelineServer:
                 channel.send(message)
 
     def _open(self, pass_id: PassId, message: OpenPass) -> None:
-        if message.continues or message.epoch:
-            self._production.expect_more(message.name)
         if not self._production.sizing.knows(message.name, message.epoch):
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened[pass_id] = message
@@ -193,7 +191,7 @@ class PipelineServer:
             continues=message.continues,
             owner=owner,
         )
-        num_ahead = max(1, self._production.budgets.chunk_bytes // size.chunk_bytes)
+        num_ahead = max(1, self._production.chunk_bytes // size.chunk_bytes)
         opened = PassOpened(
             pass_id=message.pass_id,
             chunk_size=size.chunk_size,

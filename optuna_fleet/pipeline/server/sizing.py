@@ -50,11 +50,14 @@ class Sizing:
             self._wanted.setdefault(name, ChunkKey(name, epoch, 0))
         return name in self.found
 
-    def order(self) -> MeasureSample | None:
-        """Returns the next order, if anything is to be measured."""
-        if not self._wanted:
-            return None
-        name, key = self._wanted.popitem()
+    @property
+    def wanted(self) -> list[str]:
+        """The data sets that are to be measured."""
+        return list(self._wanted)
+
+    def order(self, name: str) -> MeasureSample:
+        """Returns the order for one of them."""
+        key = self._wanted.pop(name)
         self._flying.add(name)
         decider = self._peers.decider() if self._peers is not None else None
         return MeasureSample(key=key, decider=decider)

@@ -183,10 +183,6 @@ class ChunkStore:
 
     # Production
 
-    def reserve(self, border: int) -> None:
-        """Leaves memory from this address on to the decoded store, as soon as that is possible."""
-        self.residents.reserve(border, self._largest)
-
     def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
         """Returns what to make next, where room was made for it; None if there is nothing.
 
@@ -200,8 +196,8 @@ class ChunkStore:
         """
         while key := self._candidate(accept):
             nbytes = self.order_bytes(key)
-            if nbytes > self._space.largest:
-                self._refuse(key, _too_large(key, nbytes, self._space.memory.end))
+            if nbytes > self._space.nbytes:
+                self._refuse(key, _too_large(key, nbytes, self._space.nbytes))
                 continue
             urgent = key in self._urgent
             # What can wait may not push out what readers will come to next.
@@ -215,7 +211,7 @@ class ChunkStore:
         key = self._lookahead.upcoming()
         if key is not None and (accept is None or accept(key)):
             nbytes = self.order_bytes(key)
-            if (address := self._space.allocate(nbytes, spill=False)) is not None:
+            if (address := self._space.allocate(nbytes)) is not None:
                 return self._order(key, nbytes, address)
         return None
 
@@ -253,11 +249,6 @@ class ChunkStore:
         """A chunk is larger than any before: it is to be produced again where there is room."""
         size = self.end_order(key).size
         size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
-
-    def disk_failed(self, key: ChunkKey) -> None:
-        """A chunk could not be written to the disk: it is for those there are from now on."""
-        self.residents.close_disk()
-        self.end_order(key)
 
     def failed(self, key: ChunkKey, error: ChunkError) -> None:
         """A sample raised: those who waited are told; only a new request tries again."""

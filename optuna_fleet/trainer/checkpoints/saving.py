@@ -14,8 +14,8 @@ from typing import IO
 
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
-from optuna_fleet.checkpoints.folder import is_shared
 from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.checkpoints.store import Store, is_shared
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.trainer.checkpoints import checkpoint
@@ -174,7 +174,7 @@ class RunFiles:
         name = FileName(trial=run.number, position=position, run=run.run_name, kind=kind)
         path = Path(run.folder, str(name))
         if self._is_shared:
-            with checkpoint_file.written(path), checkpoint_file.replacing(path) as file:
+            with checkpoint_file.written(path), Store(path.parent).write(path.name) as file:
                 write(file)
             return str(path)
         with (

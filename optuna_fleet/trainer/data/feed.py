@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.trainer.nested import map_tensors, to_device
 
@@ -25,7 +26,7 @@ def feed(
     Close it before the batches: the next one may be on its way.
     """
     if device.type != "cpu":
-        copies, thread = CudaCopies(device), _thread(device)
+        copies, thread = Copies(device), _thread(device)
         try:
             yield from ahead(batches, copies, thread, finish)
         finally:
@@ -36,7 +37,7 @@ def feed(
 
 
 def ahead(
-    batches: Iterable[Batch], copies: CudaCopies, thread: Executor, finish: Finish | None = None
+    batches: Iterable[Batch], copies: Copies, thread: Executor, finish: Finish | None = None
 ) -> Generator[tuple[Batch, Any], None, None]:
     """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
 
@@ -62,12 +63,12 @@ def ahead(
         yield _arrived(copies, *on_the_way, finish)
 
 
-def _send(copies: CudaCopies, pinned: Future[Any]) -> Any:
+def _send(copies: Copies, pinned: Future[Any]) -> Any:
     return copies.send(pinned.result())
 
 
 def _arrived(
-    copies: CudaCopies, batch: Batch, sent: Future[Any], finish: Finish | None
+    copies: Copies, batch: Batch, sent: Future[Any], finish: Finish | None
 ) -> tuple[Batch, Any]:
     return batch, _finished(batch, copies.take(*sent.result()), finish)
 
@@ -76,7 +77,7 @@ def _finished(batch: Batch, data: Any, finish: Finish | None) -> Any:
     return data if finish is None else finish(data)
 
 
-class CudaCopies:
+class Copies:
     """By way of pinned memory, on a stream of its own.
 
     PyTorch's caching allocator keeps the pinned memory until the transfer is done. While the
@@ -85,6 +86,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._module = accelerator_of(device.type).module
         self._stream = _side_stream(device)
         self._lately = _lately(device)
 
@@ -92,11 +94,11 @@ class CudaCopies:
         """Nested data that does not lie where it was, ready for `send`; takes its time."""
         return map_tensors(data, _pinned, self._pinned_by_itself)
 
-    def send(self, pinned: Any) -> tuple[Any, torch.cuda.Event]:
+    def send(self, pinned: Any) -> tuple[Any, torch.Event]:
         """Start the copies; return the data on the device, and a mark of when they are there."""
         self._stream.query()
         self._lately.append(pinned)
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             sent = map_tensors(pinned, lambda x: x.to(self._device, non_blocking=True))
             mark = self._stream.record_event()
         self._lately.append(sent)
@@ -111,9 +113,9 @@ class CudaCopies:
         self._stream.query()
         self._lately.clear()
 
-    def take(self, sent: Any, mark: torch.cuda.Event) -> Any:
+    def take(self, sent: Any, mark: torch.Event) -> Any:
         """The data, for what the calling thread has the device do from now on."""
-        current = torch.cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         current.wait_event(mark)
         map_tensors(sent, lambda tensor: _used_on(tensor, current))
         return to_device(sent, self._device)  # what moves itself: memory of this stream
@@ -124,9 +126,10 @@ class CudaCopies:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.Stream:
     """One for all: the caching allocator keeps memory for each stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream: torch.Stream = accelerator_of(device.type).module.Stream(device)
+    return stream
 
 
 @cache
@@ -145,6 +148,6 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if is_pinnable else tensor
 
 
-def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+def _used_on(tensor: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
     tensor.record_stream(stream)
     return tensor

@@ -38,7 +38,7 @@ _UNPREPARED = (
 )
 _NOT_CHECKED = (
     "It is not checked whether it gives the same on several devices, as it has asked for them "
-    "(min_devices, trial.pipeline). See docs/results.md."
+    "(min_devices, trial.pipeline). See docs/objective.md."
 )
 _MOVABLE = (
     "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
@@ -237,7 +237,8 @@ class ShardLoader:
         place = (self._position.loop, self._position.epoch)
         if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
             self._seeded_for = place
-            seed_gpu(self._run.seed, self._run.number, (*place, self._place[0]))
+            place_of_rank = (*place, self._place[0])
+            seed_gpu(self._device.type, self._run.seed, self._run.number, place_of_rank)
 
     def _check_rows(self, name: str, data: Any, size: int) -> None:
         """Check what a ``collate_fn`` has made: gradients are weighed by samples.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 
 # FLEET's 48 batches are an upper limit; slow models stop as soon as enough were timed.
@@ -16,7 +18,7 @@ _ENOUGH = ((24, 0.25), (12, 1.0), (6, 5.0))
 
 
 class _HostMark:
-    """A moment, with what is used of `torch.cuda.Event`."""
+    """A moment, with what is used of `torch.Event`."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
@@ -31,8 +33,8 @@ class _HostMark:
         return 1e3 * (end.time_s - self.time_s)
 
 
-def _gpu_mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _gpu_mark(device: torch.device) -> Any:
+    event = accelerator_of(device.type).module.Event(enable_timing=True)
     event.record()
     return event
 
@@ -68,7 +70,8 @@ class Stopwatch:
     def __init__(self, active: bool, device: torch.device) -> None:
         self.active = active
         self.total_s = 0.0
-        self._new_mark: Callable[[], Any] = _HostMark if device.type == "cpu" else _gpu_mark
+        of_gpu = partial(_gpu_mark, device)
+        self._new_mark: Callable[[], Any] = _HostMark if device.type == "cpu" else of_gpu
         self._marks: list[Any] = []  # of the batch under way
         self._batches: list[_Batch] = []
         self._durations_s: list[float] = []  # of those that the device is done with

@@ -149,7 +149,7 @@ class _Normalise(torch.autograd.Function):
     def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, scale, mean, var, count = ctx.saved_tensors
         # In eval mode the fused kernel gives scale * grad / std and the two sums, in one pass.
-        saved = mean.new_empty(0)  # not None, which most of CUDA's kernels do not take
+        saved = mean.new_empty(0)  # not None, which most kernels of GPUs do not take
         dx, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
             grad, x, scale, mean, var, saved, saved, False, ctx.eps, [True, True, True]
         )

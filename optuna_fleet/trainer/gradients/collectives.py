@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import (
@@ -104,7 +105,8 @@ def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
     most = max(lengths)
     states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
     dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    where = None if torch.cuda.is_available() else "cpu"  # others may be on GPUs
+    has_gpu = any(each.module.is_available() for each in ACCELERATORS)
+    where = None if has_gpu else "cpu"  # others may be on GPUs
     data = [state[:n].cpu().numpy().tobytes() for state, n in zip(states, lengths, strict=True)]
     return [torch.load(io.BytesIO(d), map_location=where, weights_only=True) for d in data]
 
@@ -147,7 +149,7 @@ def one_weight(value: Any) -> Tensor:
         FleetConfigError: It is no number, or no finite one, or negative.
     """
     own = one_number(value, "weight")
-    if not own.is_cuda:
+    if own.is_cpu:
         check_weight(own.item(), value)
     return own
 

@@ -12,7 +12,6 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.state import TrainingState
-from optuna_fleet.virtual_workers.engine.whole import are_in_stages, gathered
 from optuna_fleet.wire import messages
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain
@@ -80,7 +79,7 @@ class Leaving:
 
     def _captured(self, step: int | None) -> Captured | None:
         ranks = self._state.meet(step)
-        with gathered(self._state.objects):
+        with self._state.gathered():
             if self._run.rank > 0 or self._saver.is_busy:
                 return None
             return self._saver.captured(partial(self._state.capture, step, ranks))
@@ -91,7 +90,7 @@ class Leaving:
         """Keep what led to the report just made, the best so far, if that may be left."""
         if not self._run.leaves_final or not self._state.objects:
             return
-        with gathered(self._state.objects):
+        with self._state.gathered():
             if self._run.rank == 0:
                 self._saver.keep_best(self._state.weights)
 
@@ -100,11 +99,11 @@ class Leaving:
         if not self._run.leaves_final or not self._state.objects:
             return
         is_wanted = self._run.rank == 0 and self._is_wanted(value)
-        if are_in_stages(self._state.objects):
+        if self._state.in_parts is not None:
             (is_wanted,) = map(bool, of_first_rank([is_wanted]))
         if not is_wanted:
             return
-        with gathered(self._state.objects):
+        with self._state.gathered():
             if self._run.rank == 0:
                 self._saver.leave(plain(value), self._state.weights)
 

@@ -83,8 +83,7 @@ def test_every_reader_gets_its_epoch_whatever_the_others_do(
     folder = str(tmp_path_factory.mktemp("spill")) if spilled else None
     pipeline = SharedPipeline(train=Counted(n), seed=3)
     options = {"num_preprocessors": num_preprocessors, "chunk_bytes": 500}
-    options |= {"spill_dir": folder, "spill_bytes": 10_000 if spilled else None}
-    with serving(pipeline, memory_bytes=memory_bytes, **options) as agent:
+    with serving(pipeline, memory_bytes=memory_bytes, spill_dir=folder, **options) as agent:
         readers: list[Reader] = [join(agent, data)]
         for _ in range(data.draw(st.integers(1, 60))):
             what = data.draw(st.sampled_from(["step"] * 6 + ["join", "leave", "die"]))

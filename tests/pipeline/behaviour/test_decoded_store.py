@@ -66,7 +66,7 @@ def plain():
 
 
 def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
-    with serving(SharedPipeline(**cropped(Pictures(40, CROP)), decoded_bytes=1 << 20)) as agent:
+    with serving(SharedPipeline(**cropped(Pictures(40, CROP)))) as agent:
         assert same(epochs(agent.client(), 1), plain[:1])
         loaded = COUNTS[:40].copy()
         assert same(epochs(agent.client()), plain)
@@ -89,9 +89,7 @@ def test_a_first_sample_that_is_skipped_does_not_spoil_the_others():
     def augment(sample):
         return sample[0].float() + torch.rand(()), sample[1]
 
-    pipeline = SharedPipeline(
-        train=Torn(30), prepare=first_rows, augment=augment, on_error="skip", decoded_bytes=1 << 20
-    )
+    pipeline = SharedPipeline(train=Torn(30), prepare=first_rows, augment=augment, on_error="skip")
     with serving(pipeline) as agent:
         for epoch in range(2):
             batches = agent.client().read("train", epoch=epoch, batch_size=30, continues=True)
@@ -104,18 +102,18 @@ def first_rows(sample):
 
 
 def test_store_that_is_too_small_keeps_what_it_can(plain):
-    pipeline = SharedPipeline(**cropped(Pictures(40, CROP)), decoded_bytes=20 * 1200)
-    with serving(pipeline, memory_bytes=200_000) as agent:
+    pipeline = SharedPipeline(**cropped(Pictures(40, CROP)))
+    with serving(pipeline, memory_bytes=18 * 4096) as agent:
         assert same(epochs(agent.client()), plain)
         stats = agent.stats()
         (notice,) = [text for text in agent.notices() if "decoded store" in text]
     share = re.search(r"about (\d+)% of the samples of data set 'train'", notice)[1]
-    assert 50 <= int(share) <= 55
-    assert re.search(r"ms of a core each, .* s per epoch\. A larger decoded_bytes", notice)
-    # Up to 21 samples fit; how many of them are there in time for which epoch, the load decides.
-    assert 0 < stats.num_loaded <= 42
-    assert stats.decoded_bytes <= 20 * 1200
-    assert stats.peak_bytes <= 200_000
+    assert 40 <= int(share) <= 55
+    assert re.search(r"ms of a core each, .* s per epoch\. A larger memory_bytes", notice)
+    # Up to 24 samples fit; how many of them are there in time for which epoch, the load decides.
+    assert 0 < stats.num_loaded <= 48
+    assert stats.decoded_bytes <= 6 * 4096
+    assert stats.peak_bytes <= 18 * 4096
 
 
 class Unlike(Pictures):
@@ -131,15 +129,15 @@ class Unlike(Pictures):
 def test_the_budget_holds_where_the_first_samples_are_small():
     dataset = Unlike(1000, v2.Compose([v2.RandomCrop(10), v2.RandomHorizontalFlip()]))
     dataset.first = permutation(0, "train", 0, 1000)[:2].tolist()  # these tell the sizes
-    budget = 3_000_000
-    pipeline = SharedPipeline(**cropped(dataset, 0, None), decoded_bytes=2_500_000)
+    budget = 3 << 20
+    pipeline = SharedPipeline(**cropped(dataset, 0, None))
     with serving(pipeline, memory_bytes=budget, chunk_bytes=10_000) as agent:
         client = agent.client()
         for epoch in range(10):
             for _ in client.read("train", epoch=epoch, batch_size=8, continues=True):
                 pass
         stats = agent.stats()
-    assert stats.decoded_bytes > 1_000_000
+    assert 900_000 < stats.decoded_bytes <= 1 << 20
     assert stats.peak_bytes <= budget
 
 
@@ -152,16 +150,13 @@ def test_stages_given_by_the_user():
         image, index = sample
         return image[:, :8, :8], index
 
-    stages = {"prepare": prepare, "augment": augment}
-    wanted = []
-    for decoded_bytes in (0, 1 << 20):
-        COUNTS[:] = 0
-        pipeline = SharedPipeline(train=Pictures(30), **stages, decoded_bytes=decoded_bytes)
-        with serving(pipeline) as agent:
-            wanted.append(epochs(agent.client()))
-            assert (agent.stats().num_loaded > 0) == (decoded_bytes > 0)
-    assert same(*wanted)
-    assert not torch.equal(wanted[0][0], wanted[0][1])
+    pipeline = SharedPipeline(train=Pictures(30), prepare=prepare, augment=augment)
+    wanted = epochs(pipeline.inline())
+    COUNTS[:] = 0
+    with serving(pipeline) as agent:
+        assert same(epochs(agent.client()), wanted)
+        assert agent.stats().num_loaded > 0
+    assert not torch.equal(wanted[0], wanted[1])
     assert COUNTS[:30].sum() <= 45  # 90 without the store
 
 
@@ -177,7 +172,7 @@ def test_finish_is_applied_to_every_sample():
 
 
 def test_killed_preprocessor_leaves_no_half_written_sample(plain):
-    pipeline = SharedPipeline(**cropped(Pictures(40, CROP)), decoded_bytes=1 << 20)
+    pipeline = SharedPipeline(**cropped(Pictures(40, CROP)))
     with serving(pipeline, chunk_bytes=1000) as agent:
         client = agent.client()
         read = []

@@ -90,7 +90,6 @@ def test_what_the_decoded_store_leaves_does_not_make_nodes_wait_for_each_other()
         seed=3,
         prepare=lambda sample: (sample[0].repeat(8), sample[1]),
         augment=lambda sample: sample,
-        decoded_bytes=70_000,  # of 80_000
     )
     with nodes(data, 2, patience_s=LONG_S, memory_bytes=80_000) as found:
         assert read_everywhere(found, range(3), (7, 16)) == [[order_of(e) for e in range(3)]] * 4

@@ -5,20 +5,10 @@ import pytest
 import torch
 from pipeline_datasets import Counted, Ragged
 from pipeline_harness import Agent, PipelineClient, serving, shard
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-
-class EndlessWithLength(Endless):
-    def __len__(self):
-        return 10
 
 
 def test_spec_describes_the_data_sets():
@@ -51,8 +41,6 @@ def test_names_that_tell(name):
     ("arguments", "message"),
     [
         ({}, "at least one data set"),
-        ({"train": Endless()}, "'train' is of type Endless.*map-style.*docs/recipes.md"),
-        ({"train": EndlessWithLength()}, "'train' is of type EndlessWithLength.*map-style"),
         ({"train": iter([1])}, "map-style"),
         ({"train": []}, "'train' is empty"),
         ({"train": [1], "collate_fn": 3}, "collate_fn of data set 'train' is 3"),
@@ -97,11 +85,7 @@ def test_names_that_tell(name):
             {"train": DataLoader([1])},
             r"is a DataLoader, .*SharedPipeline.from_dataloader\(train=loader\)",
         ),
-        ({"train": [1], "spill_bytes": 9}, "spill_bytes=9, but no spill_dir.*folder"),
-        (
-            {"train": [1], "memory_bytes": 800, "decoded_bytes": 800},
-            "decoded_bytes=800, .*at most 700: .*memory_bytes, which is 800.*larger",
-        ),
+        ({"train": [1], "weights": [1.0]}, "`weights` is no option.*WeightedRandomSampler"),
     ],
 )
 def test_arguments_that_can_not_work(arguments, message):
@@ -112,13 +96,6 @@ def test_arguments_that_can_not_work(arguments, message):
 def test_data_sets_must_have_names():
     with pytest.raises(FleetConfigError, match=r"by name: .*1 without a name"):
         SharedPipeline([1])
-
-
-def test_decoded_store_larger_than_the_default_budget():
-    pipeline = SharedPipeline(train=[1], decoded_bytes=1 << 60)
-    with pytest.raises(FleetConfigError, match=r"decoded_bytes=.*at most"):
-        pipeline.packed().setup(1)
-    assert SharedPipeline(train=[1], decoded_bytes=100, memory_bytes=120).packed().setup(1)
 
 
 def test_data_set_that_can_not_be_pickled():

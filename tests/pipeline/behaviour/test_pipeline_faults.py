@@ -124,7 +124,7 @@ def folder(tmp_path):
 def test_corrupt_image(folder):
     images = ImageFolder(folder, v2.Compose([v2.ToImage(), v2.RandomCrop(16)]))
     error = pytest.raises(PreprocessingError, match=r"Sample \d+ of .*[Tt]runcated")
-    with serving(SharedPipeline(train=images, decoded_bytes=1 << 20)) as agent, error:
+    with serving(SharedPipeline(train=images)) as agent, error:
         labels(agent.client())
     with serving(SharedPipeline(train=images, on_error="skip")) as agent:
         assert len(labels(agent.client())) == 12
@@ -231,7 +231,7 @@ def test_preprocessors_killed_at_random(seed):
 
 
 def test_more_memory_than_there_is_is_refused():
-    with pytest.raises(FleetConfigError, match=r"memory_bytes=\d+, but only \d+ bytes"):
+    with pytest.raises(FleetConfigError, match=r"memory_bytes=\d+, but only \d+ bytes of memory"):
         SharedPipeline(val=Counted(3), memory_bytes=1 << 50).packed().setup(1)
 
 
@@ -242,9 +242,15 @@ def test_spill_folder_that_can_not_be_used(tmp_path, where):
         SharedPipeline(val=Counted(3), spill_dir=tmp_path / where).packed().setup(1)
 
 
-def test_what_does_not_fit_into_memory_is_spilled(tmp_path):
-    pipeline = SharedPipeline(train=Counted(150), spill_dir=tmp_path, spill_bytes=1 << 20)
-    with serving(pipeline, memory_bytes=6000, chunk_bytes=1000) as agent:
+def test_more_than_the_disk_has_is_refused(tmp_path):
+    pipeline = SharedPipeline(val=Counted(3), spill_dir=tmp_path, memory_bytes=1 << 60)
+    with pytest.raises(FleetConfigError, match=r"only \d+ bytes are free in spill_dir='"):
+        pipeline.packed().setup(1)
+
+
+def test_what_memory_has_no_room_for_lies_in_a_folder(tmp_path):
+    pipeline = SharedPipeline(train=Counted(150), spill_dir=tmp_path)
+    with serving(pipeline, memory_bytes=1 << 20, chunk_bytes=1000) as agent:
         for _ in range(2):
             for epoch in range(3):
                 client = agent.client()
@@ -253,7 +259,7 @@ def test_what_does_not_fit_into_memory_is_spilled(tmp_path):
         assert os.listdir(tmp_path) == []
     assert stats.preprocessed == 450
     assert each_was_made(150, 3)
-    assert stats.spilled_bytes > 6000 >= stats.peak_bytes
+    assert 6000 < stats.resident_bytes <= stats.peak_bytes <= 1 << 20
 
 
 def test_without_a_spill_folder_the_cost_is_told_once():
@@ -285,32 +291,44 @@ def test_image_bytes_of_a_data_set_without_a_transform():
 
 
 _IN_NAMESPACE = """
-import os, sys
+import contextlib, os, sys
 sys.path[:0] = {path!r}
 from pipeline_datasets import Counted
 from pipeline_harness import permutation, serving
 from behaviour.test_pipeline_faults import labels
-from optuna_fleet import SharedPipeline
+from optuna_fleet import FleetConfigError, SharedPipeline
 
 with serving(SharedPipeline(train=Counted(150)), chunk_bytes=1000) as agent:
     assert labels(agent.client()) == permutation(0, "train", 0, 150).tolist()
 
-pipeline = SharedPipeline(train=Counted(150), spill_dir={disk!r})
-options = dict(memory_bytes=6000, spill_bytes=1 << 20, chunk_bytes=1000)
-with serving(pipeline, **options) as agent:
+def fill():
+    with open({disk!r} + "/others", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+pipeline = SharedPipeline(train=Counted(150), spill_dir={disk!r}, memory_bytes=1 << 16)
+with serving(pipeline, memory_bytes=1 << 16, chunk_bytes=1000) as agent:
+    labels(agent.client())
+    with contextlib.suppress(OSError):
+        fill()
     for epoch in (0, 1, 2, 0):
         assert labels(agent.client(), epoch=epoch) == permutation(0, "train", epoch, 150).tolist()
-    notices = agent.notices()
-    assert "No space left" in notices[0], notices
-    assert "no longer spilled" in notices[0], notices
+try:
+    with contextlib.suppress(OSError):
+        fill()
+    pipeline.packed()
+except FleetConfigError as error:
+    assert "only 0 bytes are free" in str(error), error
+else:
+    raise AssertionError
 """
 
 
-def test_full_shared_memory_does_not_matter_and_a_full_disk_ends_spilling_with_a_notice(tmp_path):
+def test_full_shared_memory_does_not_matter_nor_a_disk_that_others_fill_meanwhile(tmp_path):
     (tmp_path / "disk").mkdir()
     mounts = (
         "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && "
-        f"mount -t tmpfs -o size=8k none {tmp_path / 'disk'}"
+        f"mount -t tmpfs -o size=128k none {tmp_path / 'disk'}"
     )
     code = _IN_NAMESPACE.format(path=sys.path, disk=str(tmp_path / "disk"))
     (tmp_path / "script.py").write_text(code)

@@ -134,22 +134,17 @@ def test_samplers_draw_what_they_say():
 
 def test_weights():
     dataset = Augmented(N)
-    client = SharedPipeline(train=dataset, weights=WEIGHTS, seed=1).inline()
+    drawing = WeightedRandomSampler(WEIGHTS, N)
+    client = SharedPipeline(train=dataset, sampler=drawing, seed=1).inline()
     epochs = [indices(client, epoch, batch_size=N) for epoch in range(40)]
     assert all(len(epoch) == N for epoch in epochs)
     counts = Counter(index for epoch in epochs for index in epoch)
     assert min(counts) == 10  # 2,000 in all: 25 for each of weight 1, 125 for each of weight 5
     assert 500 < sum(counts[index] for index in range(10, 40)) < 1000
     assert all(60 < counts[index] < 200 for index in range(40, 50))
-    tensor = {"train": torch.tensor(WEIGHTS)}
-    other = SharedPipeline(train=dataset, val=dataset, weights=tensor, seed=1).inline()
+    other = SharedPipeline(train=dataset, val=dataset, sampler=drawing, seed=1).inline()
     assert indices(other, 7) == epochs[7]
     assert indices(other, 7, name="val") == [*range(N)]
-
-
-def test_only_the_last_may_be_drawn():
-    client = SharedPipeline(train=Augmented(3), weights=[0, 0, 1e-300]).inline()
-    assert indices(client) == [2, 2, 2]
 
 
 def test_evaluation_data_may_be_chosen_too():
@@ -167,8 +162,7 @@ def test_the_decoded_store_serves_what_is_drawn_again():
     pipeline = SharedPipeline(
         train=Counted(N),
         augment=lambda s: augment(s[::-1]),
-        weights=WEIGHTS,
-        decoded_bytes=1 << 20,
+        sampler=WeightedRandomSampler(WEIGHTS, N),
     )
     with serving(pipeline, num_preprocessors=1) as agent:
         client = agent.client()
@@ -229,14 +223,6 @@ class Endless(Sampler):
         ({"sampler": {"trian": [0]}}, "`sampler` names 'trian'"),
         ({"sampler": [0], "shuffled": []}, "For which data set is `sampler`.*{'train': ...}"),
         ({"sampler": [0], "train2": [1]}, "For which data set is `sampler`.*2 of them"),
-        ({"sampler": [0], "weights": WEIGHTS}, "has `weights` and a `sampler`"),
-        ({"weights": [1.0]}, r"of shape \[1\], but must be 50 numbers"),
-        ({"weights": 2.0}, "are 2.0, but must be 50 numbers"),
-        ({"weights": ["a"] * N}, r"are \['a', .* but must be 50 numbers"),
-        ({"weights": [0.0] * N}, "a sum > 0"),
-        ({"weights": [*WEIGHTS[1:], -1.0]}, ">= 0.*the least is -1.0"),
-        ({"weights": [1e308] * len(WEIGHTS)}, "a sum > 0 that is finite.*the largest 1e\\+308"),
-        ({"weights": [*WEIGHTS[1:], float("nan")]}, ">= 0"),
     ],
 )
 def test_samplers_that_can_not_work(arguments, message):

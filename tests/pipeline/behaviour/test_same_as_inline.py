@@ -58,7 +58,7 @@ def test_any_configuration(seed, tmp_path):
     chance = random.Random(seed)
     kind = ("dense", "large", "ragged", "mixed", "images")[seed % 5]
     collate = list if kind == "ragged" else None
-    spilled = {"spill_dir": tmp_path, "spill_bytes": 1 << 20} if seed % 3 == 0 else {}
+    spilled = {"spill_dir": tmp_path} if seed % 3 == 0 else {}
     length = chance.choice([1, 40, 170])
     data = {"train": Samples(kind, length), "val": Samples("dense", 9)}
     pipeline = SharedPipeline(seed=seed, collate_fn=collate, **spilled, **data)

@@ -13,12 +13,12 @@ import os
 import pickle
 import select
 import selectors
-import shutil
 import signal
 import socket
 import time
 from typing import Any
 
+from optuna_fleet.checkpoints.store import remove_all
 from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.executor.cluster.agent.checking import Checking
 from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
@@ -127,7 +127,7 @@ class Agent:
         finally:
             self._forks.kill_all()
             if not is_told and _has_ended(self._setup.driver_pid):
-                shutil.rmtree(self._setup.private_folder or "", ignore_errors=True)
+                remove_all(self._setup.private_folder or "")
 
     def _heed_notice(self, notice_s: float) -> None:
         def noticed(mask: int) -> None:

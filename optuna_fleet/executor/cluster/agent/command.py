@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from optuna_fleet.accelerator import device_types
 from optuna_fleet.arguments import check_number
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
@@ -33,7 +34,7 @@ def add_agent(commands: Any) -> None:
         "the variable OPTUNA_FLEET_TOKEN",
     )
     command.add_argument("--devices", type=int, metavar="N", help="how many; default all")
-    command.add_argument("--device-type", choices=["cpu", "cuda"])
+    command.add_argument("--device-type", choices=device_types())
     command.add_argument("--slots-per-device", type=int, default=1, metavar="K")
     command.add_argument("--name", default="", help="of this node; default its host name")
     command.add_argument(

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.checkpoints.file import CheckpointError
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
 from optuna_fleet.executor.cluster.agent.agent import Agent
@@ -32,16 +33,9 @@ from optuna_fleet.wire.transfer import GetDataSets, OpenTransfer, receive_file
 _ENVIRONMENT = {
     # Threads that spin at barriers starve the other slots; where all fit, they lose little.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # The driver judges who hangs, and hears of errors from whoever raised them: torch's own
-    # watchdog would abort the process first.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # A trial that resumes goes on bit for bit; has to be set before cuBLAS is first used.
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    **{name: value for each in ACCELERATORS for name, value in each.environment.items()},
 }
-# Whatever the user has set. One trial's error would be told by way of the store, below all
-# prefixes: processes in their first group on it, of whatever trial, would abort, now and later.
-_ALWAYS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+_ALWAYS = {name: value for each in ACCELERATORS for name, value in each.always.items()}
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # in a memory file
 
 
@@ -174,7 +168,7 @@ def _adopt(setup: NodeSetup, host: str) -> None:
     """Become what objectives know: the script's paths, and the network that leads to its peers."""
     setup.workplace.take_on()
     # gloo would look up the machine's name, which need not resolve.
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in ("GLOO_SOCKET_IFNAME", *(each.interface for each in ACCELERATORS)):
         if interface := interface_of(host):
             os.environ.setdefault(variable, interface)
     preload(setup.preload)

@@ -1,0 +1,89 @@
+"""The decoded store: the deterministic beginning of each sample, kept for all epochs.
+
+It lies in the arena, behind the chunks, and is only ever added to. A table that all preprocessors
+share says where each sample is; it says so last, so who dies in the middle leaves nothing half
+written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from optuna_fleet.pipeline.chunks.arena import Arena
+from optuna_fleet.pipeline.preprocessor.order_file import locked
+
+_USED, _IS_FULL, _ENTRIES = 0, 1, 2
+"""Numbers in the table: bytes taken, whether they did not suffice, and two for each sample: its
+address + 1 (0: it is not there), its length."""
+
+
+class DecodedStore:
+    """What of the arena is from ``begin`` on; made by the agent, used by its forks.
+
+    ``lengths`` are the numbers of samples of the data sets that are kept.
+    """
+
+    def __init__(self, arena: Arena, begin: int, lengths: Mapping[str, int]) -> None:
+        self._arena = arena
+        self._begin = begin
+        self._lengths = lengths
+        *firsts, end = accumulate((2 * n for n in lengths.values()), initial=_ENTRIES)
+        self._firsts = dict(zip(lengths, firsts, strict=True))
+        self._table = np.frombuffer(mmap.mmap(-1, 8 * end), np.int64)
+        self._lock = os.memfd_create("optuna-fleet-decoded", os.MFD_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._lock)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes it takes of the arena."""
+        return int(self._table[_USED])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it could not take a sample."""
+        return bool(self._table[_IS_FULL])
+
+    def serves(self, name: str) -> bool:
+        """Returns whether samples of this data set are kept."""
+        return name in self._lengths
+
+    def kept_share(self, name: str) -> float:
+        """Returns which part of the samples of a data set is there."""
+        first, length = self._firsts[name], self._lengths[name]
+        return float(np.count_nonzero(self._table[first : first + 2 * length : 2])) / length
+
+    def get(self, name: str, index: int) -> tuple[Any] | None:
+        """Returns a copy of the prepared sample in a tuple; None if it is not there."""
+        from optuna_fleet.pipeline.chunks.pickling import unpacked
+
+        entry = self._firsts[name] + 2 * index
+        address, length = map(int, self._table[entry : entry + 2])
+        return (unpacked(self._arena.readable(address - 1, length)),) if address else None
+
+    def put(self, name: str, index: int, prepared: Any) -> None:
+        """Keeps a prepared sample, if there is room."""
+        from optuna_fleet.pipeline.chunks.pickling import packed
+
+        blobs, entry = packed(prepared), self._firsts[name] + 2 * index
+        length = sum(map(len, blobs))
+        with locked(self._lock, fcntl.LOCK_EX):
+            address = self._begin + self.used_bytes
+            if address + length > self._arena.nbytes:
+                self._table[_IS_FULL] = True
+                return
+            self._table[_USED] += length
+        memory, end = self._arena.writable(address, length), 0
+        for blob in blobs:
+            begin, end = end, end + len(blob)
+            memory[begin:end] = blob
+        with locked(self._lock, fcntl.LOCK_EX):  # what is written is seen before the entry is
+            self._table[entry + 1] = length
+            self._table[entry] = address + 1

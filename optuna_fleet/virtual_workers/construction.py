@@ -1,0 +1,320 @@
+"""What this rank of a trial has of its virtual workers: a stage, and perhaps servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.trainer.groups import gloo_group, group_size, wire_device
+from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.virtual_workers.agreement import (
+    Agreement,
+    Columns,
+    Statistics,
+    names_by_piece,
+    parted,
+)
+from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.edges import Edges
+from optuna_fleet.virtual_workers.parameter_server import ParameterServer, ServerClient
+from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
+from optuna_fleet.virtual_workers.stage import Loss, Noise, Observer, PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import (
+    Gradients,
+    Message,
+    ServerAddress,
+    StageAddress,
+)
+from optuna_fleet.virtual_workers.stage_placement import Placement
+from optuna_fleet.virtual_workers.tied import Ties, shared_parameters
+from optuna_fleet.virtual_workers.versions import (
+    FlushedWeights,
+    SgdRule,
+    VersionedWeights,
+    Weights,
+)
+from optuna_fleet.virtual_workers.whole import HeldModel, parameters_of, part_of
+from optuna_fleet.virtual_workers.wsp import Flush, Schedule, WaveSynchronous
+
+_HOOKS = "_post_accumulate_grad_hooks"
+
+
+class Construction:
+    """Made by all ranks at the same time; the rest of the model has no memory here from then on.
+
+    It makes a stage and servers anew, whenever training begins from weights that all agree on.
+
+    Args:
+        holding: The whole model and its optimizer.
+        loss: From the model's output and a minibatch's targets to a scalar.
+        options: How it trains.
+        placement: Which layers are where.
+        directory: Who is on which rank.
+        parts: Of this rank's training.
+
+    Attributes:
+        address: Of this rank's stage.
+        part: Its layers.
+        edges: The ways to others.
+        columns: The same layers of virtual workers that step together; None if there are none.
+        ties: What its layers share with each other and those of other stages.
+        noise: Of its layers.
+        share: Of this virtual worker in the update of a minibatch.
+        rule: From gradients to updates; None where the optimizer steps.
+        agreement: With the same layers of other virtual workers.
+        statistics: Of BatchNorm, with flushes and several virtual workers.
+    """
+
+    def __init__(
+        self,
+        holding: HeldModel,
+        loss: Loss,
+        options: PipelineOptions,
+        placement: Placement,
+        directory: Directory,
+        parts: Parts,
+    ) -> None:
+        self._model, self._optimizer = holding.model, holding.optimizer
+        self._names = tuple(name for name, _ in holding.model.named_parameters())
+        self._loss = loss
+        self._options = options
+        self.placement = placement
+        self.directory = directory
+        self.rank = parts.run.rank
+        self.address = directory.address_of(self.rank)
+        group = gloo_group() if group_size() > 1 else None
+        self.edges = Edges(group, directory, parts.device, room=2 * placement.in_flight + 2)
+        try:
+            self._keep(holding, parts)
+        except BaseException:
+            self.edges.close(alone=True)  # others wait for this rank
+            raise
+
+    def _keep(self, holding: HeldModel, parts: Parts) -> None:
+        """Keep the layers of this rank's stage."""
+        model, placement, is_flushed = self._model, self.placement, self._options.is_flushed
+        worker, stage = self.address
+        shared = shared_parameters(model) if is_flushed else []  # as long as all are here
+        bounds = (0, *placement.cuts[worker], len(model))
+        self.part = part_of(model, bounds[stage], bounds[stage + 1])
+        if not self.edges.is_alone:
+            holding.keep(self.part, self.edges.gather, is_copy=worker > 0)
+        self.part.to(parts.device)
+        self._optimizer.load_state_dict(self._optimizer.state_dict())  # to where parameters are
+        pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
+        self.ties = Ties(model, shared, pipelines, self.rank)
+        self.columns = None
+        if self.num_workers > 1 and is_flushed:
+            names = names_by_piece(model, self.directory, self.address)
+            self.columns = Columns(self.directory, names)
+        layers = dict(enumerate(self.part, bounds[stage]))
+        self.noise = Noise(layers, parts.device, (parts.run.seed, parts.run.number))
+        self._trained = set(parameters_of(self.part))
+        self.share = 1.0 if is_flushed else 1 / self.num_workers
+        self.rule: SgdRule | None = None
+        if not is_flushed:
+            self.rule = SgdRule(self._optimizer, parameters_of(self.part).items(), self.share)
+        differing = None if is_flushed else self._optimizer
+        self.agreement = Agreement(self.part, differing, 1 / self.num_workers)
+        self.statistics = Statistics(self.part, worker, self.num_workers)
+
+    # -- where it is ------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """Virtual workers."""
+        return len(self.placement.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Of this virtual worker."""
+        return len(self.placement.ranks[self.address.worker])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it gets the inputs."""
+        return self.address.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes the loss."""
+        return self.address.stage == self.num_stages - 1
+
+    def next_stage(self) -> StageAddress:
+        """Which gets what it computes."""
+        return self.address._replace(stage=self.address.stage + 1)
+
+    def parted(self, message: Message, others: str, own: str) -> TrialError:
+        """The error for a message of a stage that does something else, in words, than this one."""
+        side = 1 if isinstance(message, Gradients) else -1
+        rank = self.placement.ranks[self.address.worker][self.address.stage + side]
+        return parted(rank, others, self.rank, own)
+
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Errors say in which stage they came about, and on which rank."""
+        try:
+            yield
+        except Exception as error:
+            self.edges.is_broken = not self.edges.is_alone
+            if self.edges.is_broken and error.args and isinstance(error.args[0], str):
+                names = list(dict(self.part.named_children()))
+                of = f"stage {self.address.stage} of {self.num_stages}"
+                if self.num_workers > 1:
+                    of += f" of virtual worker {self.address.worker}"
+                where = f" (in {of}, rank {self.rank}: layers {names[0]} to {names[-1]})"
+                error.args = (error.args[0] + where, *error.args[1:])
+            raise
+
+    def close(self, *, alone: bool) -> None:
+        """The trial has ended here; `alone` if the other ranks may not have."""
+        self.noise.close()
+        self.ties.close()
+        if self.columns is not None:
+            self.columns.close()
+        self.edges.close(alone=alone)
+
+    # -- how it trains ----------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """Another one is given to it."""
+        if self.rule is not None:
+            self.rule.foresee()
+        elif self.columns is not None:
+            self.statistics.begin()
+        self.ties.heed()
+
+    @property
+    def in_flight(self) -> int:
+        """Parts of a batch; without flushes, minibatches of a wave."""
+        return self.placement.in_flight
+
+    @property
+    def num_parts(self) -> int:
+        """Minibatches that a batch is cut into, for all virtual workers."""
+        return self.in_flight if self._options.is_flushed else self.num_workers
+
+    @property
+    def parts(self) -> range:
+        """Which of them go through this virtual worker."""
+        worker, shares = self.address.worker, self.placement.shares
+        if shares:
+            return range(sum(shares[:worker]), sum(shares[: worker + 1]))
+        total, number = self.num_parts, self.num_workers
+        return range(worker * total // number, (worker + 1) * total // number)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When a minibatch may start."""
+        if self._options.is_flushed:
+            return Flush(len(self.parts))
+        is_alone = self.num_workers == 1
+        distance = None if is_alone else self._options.clock_distance
+        return WaveSynchronous(self.in_flight, distance)
+
+    def stage(self, observer: Observer) -> PipelineStage:
+        """Begins with the module's weights, and minibatch 1."""
+        return PipelineStage(
+            address=self.address,
+            num_stages=self.num_stages,
+            part=self.part,
+            loss=self._loss,
+            weights=self._weights(),
+            schedule=self.schedule,
+            transport=self.edges,
+            observer=observer,
+            most_held=self.placement.held,
+        )
+
+    def servers(self) -> dict[int, ParameterServer]:
+        """Those of this rank, by their pieces; they begin with the module's weights, too."""
+        return {
+            place: ParameterServer(
+                address=ServerAddress(place),
+                weights={
+                    n: p.detach().cpu() for n, p in parameters_of(self._piece(place)).items()
+                },
+                num_workers=self.num_workers,
+                clock_distance=self._options.clock_distance or 0,
+                transport=self.edges,
+            )
+            for place in self.directory.hosted(self.rank)
+        }
+
+    def _weights(self) -> Weights:
+        if self.rule is None:
+            parameters = dict(self.part.named_parameters())  # also those to be trained later
+            return FlushedWeights(parameters, self._optimizer, len(self.parts), self._before_step)
+        parameters = dict(parameters_of(self.part))
+        if changed := self._trained ^ parameters.keys():
+            raise FleetConfigError(
+                f"`requires_grad` of {min(changed)!r} has changed since the first batch, but only "
+                "pipelines with flushes can begin or cease to train a parameter: leave out "
+                "`clock_distance` and flush=False, or give it a learning rate of 0 meanwhile."
+            )
+        for name, parameter in parameters.items():
+            if getattr(parameter, _HOOKS, None):
+                raise FleetConfigError(
+                    f"The parameter {name!r} has a hook for when its gradient is accumulated, but "
+                    "without flushes that never is: use `register_hook`, or train with flushes."
+                )
+        client = None
+        if self.num_workers > 1:
+            names = names_by_piece(self._model, self.directory, self.address)
+            client = ServerClient(self.address, names, self.edges)
+        return VersionedWeights(parameters, self.rule, self.in_flight, client)
+
+    def _piece(self, place: int) -> nn.Sequential:
+        return part_of(self._model, *self.directory.pieces[place])
+
+    def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.ties.add_up()
+        if self.columns is not None:
+            calls = self.columns.add_gradients(parameters, self.statistics.calls())
+            left = self.columns.add(self.statistics.left(calls))
+            self.statistics.take(left, calls)
+        self.ties.clear()
+        for parameter in parameters.values():
+            hooks = getattr(parameter, _HOOKS, None) if parameter.grad is not None else None
+            for hook in (hooks or {}).values():
+                hook(parameter)
+        if (most := self._options.max_grad_norm) is not None:
+            is_copy = self.address.worker > 0
+            _clip_gradients(parameters, self._names, most, is_copy=is_copy)
+
+
+@torch.no_grad()
+def _clip_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    max_norm: float,
+    *,
+    is_copy: bool = False,
+) -> None:
+    """As ``torch.nn.utils.clip_grad_norm_`` does with the whole model; all ranks must call it.
+
+    Norms of single parameters are gathered, so the result does not depend on who has which.
+
+    Args:
+        parameters: Those of this rank.
+        names: Of all of them, the same on each rank.
+        max_norm: Of all gradients together.
+        is_copy: Another rank has the same gradients, and counts them.
+    """
+    graded = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    own = {name: torch.linalg.vector_norm(g).double() for name, g in graded.items()}
+    device = wire_device()
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(
+        [own[name].to(device) if name in own and not is_copy else zero for name in names]
+    )
+    if group_size() > 1:
+        dist.all_reduce(norms)  # all but one of each are 0
+    scale = (max_norm / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+    for gradient in graded.values():
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))

@@ -1,1 +1,0 @@
-"""Pure rules of pipelined virtual workers (HetPipe): the engine and the simulator keep them."""
