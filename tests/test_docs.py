@@ -93,12 +93,15 @@ def test_what_becomes_of_other_code_runs(page: str, inline: Any) -> None:
 
 
 def test_a_policy_of_ones_own_decides() -> None:
-    (code,) = (b for b in blocks(ROOT / "docs" / "allocation.md") if "def allocate" in b)
+    codes = [b for b in blocks(ROOT / "docs" / "allocation.md") if "def allocate" in b]
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(code, names)
+    exec("\n".join(codes), names)
     rates = (1.0, 1.9, 2.7, 3.4)
     trials = [Candidate(number=n, rates=rates, epochs_done=4 * n) for n in range(2)]
     problem = AllocationProblem(candidates=tuple(trials), nodes=((0, 1, 2, 3),))
+    from_scratch = names["FirstCome"]().allocate(problem)
+    validate(problem, from_scratch)
+    assert {n: a.devices for n, a in from_scratch.assignments.items()} == {0: (0,), 1: (1,)}
     plan = names["policy"].new_allocator(0).allocate(problem)
     validate(problem, plan)
     assert {n: len(a.devices) for n, a in plan.assignments.items()} == {0: 1, 1: 3}
