@@ -45,9 +45,14 @@ _SAMPLE_BYTES = 4 * 3 * 224 * 224
 _LINK_BYTES_PER_S = 2 * DEMAND_PER_S["Alexnet"] * _SAMPLE_BYTES
 """With which All-Shared gives Alexnet "up to 2X" (section I) of what it demands."""
 _TRIALS = 8
+_AS_IN_NUMBERS = (
+    "--samples 2048 --dtype uint8 --systems dataloader --systems ring --systems ours "
+    "--only epoch --rounds 2"
+)
+"""The command of docs/numbers.md, so that both pages have one figure."""
 _SHARING = Path(__file__).parents[1] / "sharing.py"
 _LITTLE: Span = (0.8, 1.25)
-_QUICK = "takes a minute: not with `--quick`"
+_QUICK = "takes some minutes: not with `--quick`"
 _AT_ONCE = (
     "here nodes fetch from all owners at the same time, each over its own link; a broadcast of "
     "MPI involves all nodes"
@@ -172,8 +177,7 @@ def _figure9() -> Iterator[Row]:
 
 def _times_less() -> float:
     """CPU time of so many DataLoaders over that of a shared pipeline, with as many trials."""
-    options = "--only epoch --systems dataloader --systems ours --dtype uint8 --rounds 1 --warm 0"
-    command = [sys.executable, str(_SHARING), *options.split(), "--samples", "512"]
+    command = [sys.executable, str(_SHARING), *_AS_IN_NUMBERS.split()]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     (found,) = (
