@@ -22,14 +22,12 @@ class Measured:
     Attributes:
         num_nodes: How many there are (n).
         samples_per_s: What each can preprocess, with all its preprocessors (r).
-        sample_s: Seconds of a core for a sample.
         sample_bytes: Of a preprocessed sample (s).
         bytes_per_s: Of the link (b).
     """
 
     num_nodes: int
     samples_per_s: float
-    sample_s: float
     sample_bytes: float
     bytes_per_s: float
 
@@ -43,11 +41,3 @@ def peak(scheme: Scheme, num_makers: int, measured: Measured) -> float:
     own = (num_makers - 1) / num_makers  # of a sample that it made, to the other makers
     each = others + own if scheme == "single-broadcast" else others / num_makers + own
     return min(made, link / each, link) if others else min(made, link / each)
-
-
-def work_s(scheme: Scheme, measured: Measured) -> float:
-    """Return the seconds of cores, over all nodes, for one sample that each of them gets."""
-    if scheme == "local":
-        return measured.num_nodes * measured.sample_s
-    sent_s = measured.sample_bytes / measured.bytes_per_s
-    return measured.sample_s + (measured.num_nodes - 1) * sent_s
