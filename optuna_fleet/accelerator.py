@@ -16,39 +16,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One kind.
+    """One kind."""
 
-    Attributes:
-        type: Of torch's devices; `torch.<type>` is its module, with streams, events, generator.
-        backend: Of groups of processes that have one each. On the CPU it is always gloo.
-        visible: Variable that says which of them a process sees.
-        drivers: Files; on a machine that has none of them torch is not asked, which takes seconds.
-        nodes: What they are called in ``/dev``.
-        names: How names begin that `visible` may give them beside numbers.
-        slices: Of these, that of a part of one; the backend groups no parts.
-        interface: Variable that has the backend use one interface of the network.
-        environment: Variables for processes that use one, where the user has not set them.
-        always: Likewise, whatever the user has set.
-        failures: What torch says where one has failed, whatever it was asked to do.
-        wants_memory: What the backend says where that has run out.
-        switches: Settings of torch by their path, as they are by default.
-        attentions: Kernels that ``torch.backends.<type>`` can be told not to use.
-    """
-
-    type: str
-    backend: str
-    visible: str
-    drivers: tuple[str, ...]
-    nodes: str
-    names: tuple[str, ...] = ()
-    slices: str = "\0"
-    interface: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    always: Mapping[str, str] = field(default_factory=dict)
-    failures: tuple[str, ...] = ()
-    wants_memory: tuple[str, ...] = ()
-    switches: Mapping[str, Any] = field(default_factory=dict)
-    attentions: tuple[str, ...] = ()
+    type: str  # of torch's devices; `torch.<type>` has its streams, events, memory, generator
+    backend: str  # of groups of processes that have one each; on CPUs it is gloo
+    visible: str  # variable that says which of them a process sees
+    drivers: tuple[str, ...]  # on a machine without these files torch is not asked: it is slow
+    nodes: str  # what they are called in /dev
+    names: tuple[str, ...] = ()  # how names begin that `visible` may have beside numbers
+    slices: str = "\0"  # how those of parts begin, of which the backend makes no groups
+    interface: str  # variable that has the backend use one interface of the network
+    environment: Mapping[str, str] = field(default_factory=dict)  # unless the user has set it
+    always: Mapping[str, str] = field(default_factory=dict)  # likewise, whatever he has set
+    failures: tuple[str, ...] = ()  # what torch says where a device itself has failed
+    wants_memory: tuple[str, ...] = ()  # what the backend says where it has none left
+    switches: Mapping[str, Any] = field(default_factory=dict)  # torch's settings, their defaults
+    attentions: tuple[str, ...] = ()  # kernels that `torch.backends.<type>` can switch off
 
     @property
     def module(self) -> Any:
@@ -102,7 +85,9 @@ ACCELERATORS: tuple[Accelerator, ...] = (
             "CUDA error: unknown error",
         ),
         wants_memory=(
-            *("Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc"),
+            "Failed to CUDA calloc",
+            "Failed to CUDA malloc",
+            "Failed to CUDA host alloc",
         ),
         switches={
             "backends.cuda.matmul.allow_fp16_accumulation": False,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.alloc.problem import AllocationProblem, Facts, Plan
 from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 
@@ -41,7 +41,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Facts):
     """What decides on which devices a trial can train, and how long.
 
     Attributes:
@@ -49,8 +49,6 @@ class Model:
         resumable: It can leave its devices and go on elsewhere.
         min_devices: Fewest devices it fits on.
         max_devices: Most devices it can use: its global batch, or one would have no sample.
-        samples_per_epoch: Samples of one epoch.
-        max_epochs: Epochs of the loop it is in; None if it does not say.
         rescale_up_s: Seconds of training a move to more devices costs; None for the policy's.
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
         movable: It can leave them within an epoch too.
@@ -62,8 +60,6 @@ class Model:
     resumable: bool
     min_devices: int = 1
     max_devices: int
-    samples_per_epoch: float = 1.0
-    max_epochs: int | None = None
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
     movable: bool = True

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import hypothesis
 import pytest
@@ -145,6 +146,24 @@ def said_by(path: Path) -> Iterator[str]:
         yield from (
             str(vars(node)[at]) for at in ("id", "attr", "name", "arg") if at in vars(node)
         )
+
+
+def test_one_module_touches_the_store_of_checkpoints() -> None:
+    """Who imports something of theirs has it touch no files, but by way of the store."""
+    room = "optuna_fleet.checkpoints"
+    touching = {"flock", "glob", "iterdir", "listdir", "mkdir", "mkdtemp", "mkstemp", "read_bytes"}
+    touching |= {"read_text", "rmtree", "scandir", "stat", "touch", "unlink", "write_bytes"}
+    users = {m for m, path in MODULES.items() if any(n.startswith(room) for n in imported(path))}
+    users |= {module for module in MODULES if module.startswith(room)}
+    assert f"{room}.store" in users
+    for module in users - {f"{room}.store"}:
+        calls = (node for node in ast.walk(ast.parse(MODULES[module].read_text())))
+        names = {node.func.attr for node in calls if is_method_call(node)}
+        assert not names & touching, module
+
+
+def is_method_call(node: ast.AST) -> TypeGuard[Any]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
 
 
 def test_the_pipeline_knows_nothing_of_images() -> None:

@@ -10,9 +10,9 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from optuna_fleet.exceptions import FleetError
 
@@ -25,7 +25,24 @@ class AllocationFailed(FleetError):  # noqa: N818 - names what happened; the fal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Facts:
+    """What whoever plans is told of a trial as it was said: another fact is another field here.
+
+    Attributes:
+        samples_per_epoch: Samples of one epoch; of one unit of work if that is not known.
+        max_epochs: Epochs after which it ends at the latest; None if that is not known.
+    """
+
+    samples_per_epoch: float = 1.0
+    max_epochs: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """They, for what else is told of the trial."""
+        return {field.name: getattr(self, field.name) for field in fields(Facts)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Facts):
     """A trial that flies or could fly.
 
     Attributes:
@@ -37,9 +54,7 @@ class Candidate:
         max_devices: Most devices it can fly on; None for no limit but ``len(rates)``.
         waited_rounds: Decisions in which it has been passed over.
         epochs_done: Epochs it has finished; it is in the *phase* of this number.
-        samples_per_epoch: Samples of one epoch; of one unit of work if that is not known.
         predicted_epochs: Epochs in all that somebody predicts; None if nobody does.
-        max_epochs: Epochs after which it ends at the latest; None if that is not known.
         movable: Whether its devices can change now; if not, it stays where it flies.
         is_within_epoch: Whether it flies, and its epoch has not ended.
         rescale_up_s: Seconds of training lost when it gets more devices, or its first.
@@ -56,9 +71,7 @@ class Candidate:
     max_devices: int | None = None
     waited_rounds: int = 0
     epochs_done: int = 0
-    samples_per_epoch: float = 1.0
     predicted_epochs: float | None = None
-    max_epochs: int | None = None
     movable: bool = True
     is_within_epoch: bool = False
     rescale_up_s: float = 0.0

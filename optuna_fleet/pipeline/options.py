@@ -166,7 +166,14 @@ def _is_map_style(value: Any, names: Collection[str]) -> bool:
         return False
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value):
         return not set(value) <= set(names)  # names of data sets: an option that is misspelt
-    return _has_getitem(value) and not (isinstance(value, Mapping) and value and 0 not in value)
+    return _has_getitem(value) and (not isinstance(value, Mapping) or _has_first(value))
+
+
+def _has_first(value: Mapping[Any, Any]) -> bool:
+    try:
+        return not value or 0 in value
+    except TypeError:  # h5py's files
+        return False
 
 
 def _has_getitem(dataset: Any) -> bool:

@@ -98,5 +98,6 @@ def unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> Fleet
     return FleetConfigError(
         f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
         f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
-        "connection) when it is first used, in __getitem__."
+        "connection) when it is first used, in the __getitem__ of a data set, and leave it out in "
+        "its __getstate__ if the script has used it before."
     )

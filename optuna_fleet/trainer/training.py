@@ -5,7 +5,7 @@ Imports torch; a trainer imports this module when an objective first needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -197,18 +197,18 @@ class Training:
     def prepare(
         self,
         *objects: Any,
-        min_devices: int | None = None,
-        max_devices: int | None = None,
-        kind: str | None = None,
-        **named: Any,
+        named: Mapping[str, Any],
+        kind: str | None,
+        **said: Any,
     ) -> Any:
-        """See `FleetTrial.prepare`."""
+        """See `FleetTrial.prepare`; `said` is what whoever plans is to know."""
         everything = (*objects, *named.values())
         if self.in_stages is not None:
             self.in_stages.check_beside(everything)
-        if min_devices is not None or max_devices is not None:
-            most = 1 if self._position.reads_unprepared else max_devices
-            self._widths.bound(Bounds.checked(min_devices, most, self._run))
+        if said := {name: value for name, value in said.items() if value is not None}:
+            if self._position.reads_unprepared:
+                said["max_devices"] = 1
+            self._widths.bound(Bounds.checked(run=self._run, **said))
         self._prepared.add(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything
 

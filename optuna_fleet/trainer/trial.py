@@ -195,8 +195,8 @@ class FleetTrial(RemoteTrial):
             FleetConfigError: An object has no `state_dict`, or there are fewer devices than
                 `min_devices`.
         """
-        bounds = {"min_devices": min_devices, "max_devices": max_devices}
-        return self._training.prepare(*objects, **bounds, kind=kind, **named)
+        said = {"min_devices": min_devices, "max_devices": max_devices}
+        return self._training.prepare(*objects, named=named, kind=kind, **said)
 
     def pipeline(
         self,

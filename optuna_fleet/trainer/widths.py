@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from optuna_fleet.alloc.problem import Facts
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
@@ -12,10 +14,10 @@ from optuna_fleet.wire.messages import Remark, RunTrial
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Facts):
     """Fewest and most devices that the objective wants; None for as many as it can use.
 
-    They are of one type, unless it `spans_types`.
+    They are of one type, unless it `spans_types`. And what else it says of itself.
     """
 
     min_devices: int = 1
@@ -33,11 +35,12 @@ class Bounds:
     @classmethod
     def checked(
         cls,
-        min_devices: int | None,
-        max_devices: int | None,
-        run: RunTrial,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
         *,
+        run: RunTrial,
         spans_types: bool = False,
+        **facts: Any,
     ) -> Bounds:
         """What was given to `FleetTrial.prepare` or `FleetTrial.pipeline`; None for no bound.
 
@@ -56,7 +59,7 @@ class Bounds:
                 raise FleetConfigError(
                     f"`min_devices` is {least}, but {what} {most}: it must not be more."
                 )
-        return cls(least, max_devices, spans_types)
+        return cls(least, max_devices, spans_types, **facts)
 
 
 class Widths:

@@ -7,8 +7,8 @@ Others use `Pipeline`, which `FleetTrial.pipeline` returns, made as its `pipelin
   the weights, and in when these are taken and given. `simulator` keeps them with time alone.
 - Who is where: `placing` measures what layers cost, `stage_placement` decides by that, with
   `partition`, `layouts` and `predictions`; a `construction` is what one rank has of it.
-- What goes between processes: `batches` in parts and `stage_messages`, by `edges` to whom a
-  `directory` says; `parameter_server`s add up waves, `agreement` has what else comes together.
+- What goes between processes: parts of batches (`minibatches`) and `stage_messages`, by `edges` to
+  whom a `directory` says; `parameter_server`s add up waves, `agreement` has what else is shared.
 - `whole` is the state of a model in stages, `tied` what several of them share.
 """
 

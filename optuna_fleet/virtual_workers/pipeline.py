@@ -17,14 +17,14 @@ from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.virtual_workers.agreement import Meeting
-from optuna_fleet.virtual_workers.batches import (
+from optuna_fleet.virtual_workers.construction import Construction
+from optuna_fleet.virtual_workers.minibatches import (
     Evaluation,
     Metric,
     Microbatch,
     is_evaluated,
     microbatches,
 )
-from optuna_fleet.virtual_workers.construction import Construction
 from optuna_fleet.virtual_workers.pipeline_options import checked_options
 from optuna_fleet.virtual_workers.placing import (
     Need,

@@ -124,7 +124,7 @@ def checked_options(
         )
     session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
-    bounds = Bounds.checked(options.min_devices, options.max_devices, run, spans_types=True)
+    bounds = Bounds.checked(options.min_devices, options.max_devices, run=run, spans_types=True)
     workers = options.most_workers
     usable = run.num_of_all_types if workers is None else workers * num_blocks
     if options.may_replicate:

@@ -1,7 +1,9 @@
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
-from pipeline_datasets import COUNTS, Counted
+from pipeline_datasets import COUNTS, LENGTH, Counted
 from pipeline_harness import Agent, serving
 from standalone_harness import new_pipeline
 
@@ -31,3 +33,11 @@ def agent() -> Iterator[Agent]:
 def running() -> Iterator[SharedPipeline]:
     with new_pipeline() as pipeline:
         yield pipeline
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A file of so many numbers, 64 bytes behind its beginning."""
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(64) + np.arange(LENGTH, dtype=np.int32).tobytes())
+    return path

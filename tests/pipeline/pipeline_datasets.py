@@ -87,3 +87,19 @@ class Unloadable(Counted):
 
 def _refuse() -> None:
     raise OSError("no such disk")
+
+
+GENERATORS = {
+    "numpy": lambda: np.random.default_rng(),
+    "philox": lambda: np.random.Generator(np.random.Philox(3)),
+    "legacy": lambda: np.random.RandomState(0),
+    "python": lambda: random.Random(),
+    "torch": lambda: torch.Generator(),
+}
+
+LENGTH = 100_000
+"""Of the array in a file, 64 bytes behind its beginning, that `tokens` is."""
+
+
+def mapped(path, mode="r", **how):
+    return np.memmap(path, dtype=np.int32, mode=mode, offset=64, **how)

@@ -5,21 +5,13 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import torch
+from pipeline_datasets import GENERATORS
 
 from optuna_fleet.pipeline.preprocessor.order import draw, is_generator, seed_generator
 
-KINDS = {
-    "numpy": lambda: np.random.default_rng(),
-    "philox": lambda: np.random.Generator(np.random.Philox(3)),
-    "legacy": lambda: np.random.RandomState(0),
-    "python": lambda: random.Random(),
-    "torch": lambda: torch.Generator(),
-}
-
 
 def test_what_can_be_seeded() -> None:
-    for make in KINDS.values():
+    for make in GENERATORS.values():
         generator = make()
         assert is_generator(generator)
         drawn = []

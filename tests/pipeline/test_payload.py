@@ -12,25 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pipeline_datasets import LENGTH, mapped
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.preprocessor.comparing import same
 from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
-
-LENGTH = 100_000
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """A file of so many numbers, 64 bytes behind its beginning."""
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(bytes(64) + np.arange(LENGTH, dtype=np.int32).tobytes())
-    return path
-
-
-def mapped(path, mode="r", **how):
-    return np.memmap(path, dtype=np.int32, mode=mode, offset=64, **how)
 
 
 def travelled(value):

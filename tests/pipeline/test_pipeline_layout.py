@@ -11,13 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from PIL import Image
 from torch.utils.data import default_collate
 from torchvision import tv_tensors
-from torchvision.transforms.functional import pil_to_tensor
 
 from optuna_fleet.pipeline.chunks import columns, pickling
-from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import (
     ChunkWriter,
     DenseHeader,
@@ -25,7 +22,6 @@ from optuna_fleet.pipeline.chunks.layout import (
     OutgrownError,
     write_chunk,
 )
-from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
 
 Point = collections.namedtuple("Point", "x y")
@@ -195,8 +191,6 @@ def test_collate_fn_gets_any_sample_bit_for_bit(samples):
 @settings(max_examples=300)
 @given(st.one_of(LEAVES), st.integers(1, 3))
 def test_default_collate_of_any_leaf(leaf, count):
-    if isinstance(leaf, np.ndarray):
-        leaf = leaf.copy()  # negative strides: collated here, refused by torch
     samples = [(leaf, i) for i in range(count)]
     try:
         wanted = default_collate(samples)
@@ -204,8 +198,6 @@ def test_default_collate_of_any_leaf(leaf, count):
         with pytest.raises(type(error)):
             cut_batch([(view(samples), 0, count)], None)
         return
-    if isinstance(wanted[0], torch.Tensor):
-        wanted[0] = wanted[0].detach()  # no graph leads out of a chunk
     got = cut_batch([(view(samples), 0, count)], None)
     assert bits(got) == bits(wanted)
 
@@ -358,14 +350,6 @@ def test_classes_of_main_are_pickled_by_value():
     item.value = 3
     (got,) = cut_batch([(view([item], collated_by_user=True), 0, 1)], lambda batch: batch)
     assert got.value == 3
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "1", "P"])
-def test_images_become_uint8_tensors(mode):
-    image = Image.fromarray(np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)).convert(mode)
-    samples = [map_leaves((image, i), without_images) for i in range(3)]
-    pixels = cut_batch([(view(samples), 0, 3)], None)[0]
-    assert_same(pixels, torch.stack([pil_to_tensor(image)] * 3))
 
 
 def test_read_only_arrays_are_stored_without_warnings():

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from pipeline_datasets import Counted
-from yard import yard
+from yard import epochs, small, yard
 
-from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import most_preprocessors
 from optuna_fleet.pipeline.server.staffing import CHUNKS_PER_WINDOW, Levels, Meter, Staffing
 from optuna_fleet.pipeline.server.workers import IDLE_S
 from optuna_fleet.pipeline.stats import PipelineUse
-
-
-def small(dataset: Any, **more: Any) -> SharedPipeline:
-    return SharedPipeline(train=dataset, val=Counted(64), **more)
-
-
-def epochs(*numbers: int, name: str = "train", size: int = 150) -> Any:
-    def read(client: Any) -> None:
-        for epoch in numbers:
-            batches = client.read(name, epoch=epoch, batch_size=7)
-            labels = torch.cat([batch.data[1] for batch in batches])
-            assert sorted(labels.tolist()) == list(range(size))
-
-    return read
-
 
 # The meter
 

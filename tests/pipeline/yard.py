@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+from pipeline_datasets import Counted
+
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.wire import Port
@@ -142,3 +145,17 @@ def yard(
         for key in [*here.selector.get_map().values()]:
             here.selector.unregister(key.fileobj)
         here.selector.close()
+
+
+def small(dataset: Any, **more: Any) -> SharedPipeline:
+    return SharedPipeline(train=dataset, val=Counted(64), **more)
+
+
+def epochs(*numbers: int, name: str = "train", size: int = 150) -> Any:
+    def read(client: Any) -> None:
+        for epoch in numbers:
+            batches = client.read(name, epoch=epoch, batch_size=7)
+            labels = torch.cat([batch.data[1] for batch in batches])
+            assert sorted(labels.tolist()) == list(range(size))
+
+    return read

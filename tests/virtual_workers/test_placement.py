@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optuna_fleet.virtual_workers.agreement import Statistics
-from optuna_fleet.virtual_workers.batches import microbatches
+from optuna_fleet.virtual_workers.minibatches import microbatches
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
 from optuna_fleet.virtual_workers.placing import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices

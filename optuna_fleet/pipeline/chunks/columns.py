@@ -63,6 +63,7 @@ def is_alike(column: Column, first: Any, value: Any) -> bool:
             value.dtype == column.dtype and tuple(value.shape) == column.shape and _is_plain(value)
         )
     if column.kind == "array":
+        _check_strides(value)
         return bool(value.dtype == first.dtype and value.shape == column.shape)
     return type(value) is not int or -(1 << 63) <= value < 1 << 63
 
@@ -113,17 +114,6 @@ def is_picture(value: Any) -> bool:
     return images is not None and isinstance(value, images.Image)
 
 
-def without_images(value: Any) -> Any:
-    """Returns a PIL image as its uint8 tensor [channels, height, width], anything else as it is.
-
-    The same as torchvision's ``pil_to_tensor``, whose import would cost each process seconds.
-    """
-    if not is_picture(value):
-        return value
-    pixels = torch.from_numpy(np.array(value))
-    return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
-
-
 def leaf_bytes(value: Any) -> int:
     """Returns about how many bytes a leaf takes."""
     if is_picture(value):
@@ -133,7 +123,7 @@ def leaf_bytes(value: Any) -> int:
 
 def _is_plain(value: torch.Tensor) -> bool:
     plain = value.layout is torch.strided and value.device.type == "cpu"
-    return plain and not (value.is_quantized or value.is_nested)
+    return plain and not (value.is_quantized or value.is_nested or value.requires_grad)
 
 
 def _describe_tensor(value: torch.Tensor) -> Column | None:
@@ -144,7 +134,14 @@ def _describe_tensor(value: torch.Tensor) -> Column | None:
     return Column(kind="tensor", dtype=value.dtype, shape=tuple(value.shape))
 
 
+def _check_strides(value: np.ndarray[Any, Any]) -> None:
+    """Raises ValueError where torch makes no tensor of an array, as it is reversed."""
+    if any(stride < 0 for stride in value.strides):
+        torch.from_numpy(value)
+
+
 def _describe_array(value: np.ndarray[Any, Any]) -> Column | None:
+    _check_strides(value)
     try:
         dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
     except (TypeError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,3 @@ def _filled(structure: Structure, parts: Sequence[Any]) -> Any:
     if kind is dict:
         return dict(zip(structure.keys, parts, strict=True))
     return kind(parts) if kind is tuple or kind is list else kind(*parts)
-
-
-def map_leaves(sample: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns the sample with ``function`` applied to every leaf."""
-    leaves: list[Any] = []
-    structure = flatten(sample, leaves)
-    return rebuild(structure, map(function, leaves))

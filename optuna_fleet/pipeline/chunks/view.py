@@ -126,8 +126,8 @@ def _collated(samples: list[Any], collate: Callable[[list[Any]], Any] | None) ->
             raise
         raise type(error)(
             f"The samples of a batch can't be put together by torch's default_collate: {error}. "
-            "Let all have the same structure and shapes, or give SharedPipeline(collate_fn=...), "
-            "as for a DataLoader."
+            "Let all have the same structure and shapes (of PIL images, transforms like ToImage() "
+            "make tensors), or give SharedPipeline(collate_fn=...), as for a DataLoader."
         ) from error
 
 

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import OutgrownError
-from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
@@ -36,6 +34,11 @@ _BLOCK = 1 << 16
 
 _MOST_BLOCKS = 16
 """Of so many this process knows the positions: one for each epoch that is being made, usually."""
+
+_ASKED_MANAGER = (
+    " It was asked of a multiprocessing.Manager, which answers on the script's machine only, and "
+    "only while it runs: put what it holds into the data set, as a list, an array or a tensor."
+)
 
 _OURS = str(Path(__file__).parents[1])
 
@@ -98,8 +101,7 @@ class Samples:
         num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
             try:
-                data = self._made(spec, key.epoch, place, use_store)
-                return map_leaves(data, without_images) if spec.collate is None else data
+                return self._made(spec, key.epoch, place, use_store)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
@@ -268,6 +270,9 @@ def _error(what: str, error: BaseException) -> SampleError:
     except Exception as raised:
         text = f"(its text raised {type(raised).__name__})"
     summary = f"{what} raised {type(error).__name__}: {text}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith("multiprocessing/managers.py") for frame in frames):
+        summary += _ASKED_MANAGER
     lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__))
     return SampleError(
         ChunkError(summary=summary[:MAX_TEXT], traceback="".join(lines)[-MAX_TEXT:])

@@ -312,20 +312,20 @@ class ShardLoader:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
         self._samples_per_epoch = per_period
+        bounds = replace(self._widths.bounds, samples_per_epoch=per_period, max_epochs=max_epochs)
         self._tell_reached(
             Model(
                 structure=self._structure(name, batch_size),
                 resumable=self._position.is_inside,
-                samples_per_epoch=per_period,
-                max_epochs=max_epochs,
-                min_devices=self._widths.bounds.min_devices,
-                max_devices=self._widths.bounds.most_for(batch_size),
-                spans_types=self._widths.bounds.spans_types,
+                min_devices=bounds.min_devices,
+                max_devices=bounds.most_for(batch_size),
+                spans_types=bounds.spans_types,
+                **bounds.facts(),
                 movable=movable,
                 traits=self._traits(movable=movable),
             )
         )
-        if self._position.is_inside and self._widths.bounds.min_devices > self._run.world_size:
+        if self._position.is_inside and bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:
             self._session.warn(

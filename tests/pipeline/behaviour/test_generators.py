@@ -8,20 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipeline_datasets import GENERATORS
 from pipeline_harness import Agent, draw
 from torch.utils.data import Dataset
 
 from optuna_fleet import SharedPipeline
 
 SIZE = 24
-
-KINDS = {
-    "numpy": lambda: np.random.default_rng(),
-    "philox": lambda: np.random.Generator(np.random.Philox(3)),
-    "legacy": lambda: np.random.RandomState(0),
-    "python": lambda: random.Random(),
-    "torch": lambda: torch.Generator(),
-}
 
 
 class Noisy(Dataset[Any]):
@@ -84,9 +77,9 @@ def read_by_processes(pipeline: SharedPipeline, **options: Any) -> list[dict[int
         agent.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GENERATORS)
 def test_own_generators_are_seeded_for_each_sample(kind: str) -> None:
-    pipeline = SharedPipeline(train=Noisy(KINDS[kind]()), seed=5)
+    pipeline = SharedPipeline(train=Noisy(GENERATORS[kind]()), seed=5)
     first, other, again = read_by_processes(pipeline, num_preprocessors=1)
     assert first == again
     assert set(first.values()).isdisjoint(other.values())
@@ -95,10 +88,10 @@ def test_own_generators_are_seeded_for_each_sample(kind: str) -> None:
     assert read(pipeline.inline(), 1) == other
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GENERATORS)
 def test_own_generators_of_what_augments_are_seeded_too(kind: str) -> None:
-    parts = SharedPipeline(train=Images(), augment=Noise(KINDS[kind]()), seed=5)
-    whole = SharedPipeline(train=Noisier(KINDS[kind]()), seed=5)
+    parts = SharedPipeline(train=Images(), augment=Noise(GENERATORS[kind]()), seed=5)
+    whole = SharedPipeline(train=Noisier(GENERATORS[kind]()), seed=5)
     wanted = read_by_processes(whole)
     assert wanted[0] == wanted[2] != wanted[1]
     assert read_by_processes(parts) == wanted

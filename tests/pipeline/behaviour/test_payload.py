@@ -4,28 +4,15 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from pipeline_datasets import LENGTH, mapped
 from pipeline_harness import MIN_CHUNK_SAMPLES, serving
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.exceptions import PreprocessingError
 
-LENGTH = 100_000
 MB = 1 << 20
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """A file of so many numbers, 64 bytes behind its beginning."""
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(bytes(64) + np.arange(LENGTH, dtype=np.int32).tobytes())
-    return path
-
-
-def mapped(path, mode="r", **how):
-    return np.memmap(path, dtype=np.int32, mode=mode, offset=64, **how)
 
 
 def nbytes(payload):

@@ -1,6 +1,5 @@
 """What goes wrong with data, disks and processes, and what a trial gets to see of it."""
 
-import io
 import os
 import random
 import shutil
@@ -270,24 +269,6 @@ def test_without_a_spill_folder_the_cost_is_told_once():
         assert agent.stats().repeated > 0
     assert "do not fit into" in notice
     assert "spill_dir" in notice
-
-
-def test_image_bytes_of_a_data_set_without_a_transform():
-    """PIL images become tensors, whatever the mode."""
-
-    class Images:
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            stream = io.BytesIO()
-            Image.new("L", (4, 3), index).save(stream, "PNG")
-            return Image.open(stream), index
-
-    with serving(SharedPipeline(val=Images())) as agent:
-        (batch,) = agent.client().read("val", epoch=0, batch_size=4)
-    assert batch.data[0].shape == (4, 1, 3, 4)
-    assert batch.data[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
 
 
 _IN_NAMESPACE = """

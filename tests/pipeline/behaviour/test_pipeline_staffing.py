@@ -5,26 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 from pipeline_datasets import Counted
-from yard import yard
-
-from optuna_fleet import SharedPipeline
-
-
-def small(dataset: Any, **more: Any) -> SharedPipeline:
-    return SharedPipeline(train=dataset, val=Counted(64), **more)
-
-
-def epochs(*numbers: int, name: str = "train", size: int = 150) -> Any:
-    def read(client: Any) -> None:
-        for epoch in numbers:
-            batches = client.read(name, epoch=epoch, batch_size=7)
-            labels = torch.cat([batch.data[1] for batch in batches])
-            assert sorted(labels.tolist()) == list(range(size))
-
-    return read
-
+from yard import epochs, small, yard
 
 # Processes
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -301,3 +302,14 @@ def test_one_node_reads_a_stream_for_all() -> None:
             assert [rows(read(node.client(), epoch)) for epoch in range(2)] == wanted
         stats = [node.stats() for node in found]
     assert sorted(each.preprocessed for each in stats) == [0, 0, 600]
+
+
+def test_a_stream_of_hugging_face() -> None:
+    rows = datasets.Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=3)
+    stream = rows.shuffle(seed=1, buffer_size=5).map(lambda row: {"y": 2 * row["x"]})
+    with serving(SharedPipeline(train=stream)) as agent:
+        epochs = [read(agent.client(), epoch) for epoch in (0, 1, 0)]
+    found = [[x for batch in epoch for x in batch["x"].tolist()] for epoch in epochs]
+    assert found[0] == found[2] != found[1]
+    assert sorted(found[0]) == sorted(found[1]) == [*range(30)]
+    assert all((batch["y"] == 2 * batch["x"]).all() for epoch in epochs for batch in epoch)
