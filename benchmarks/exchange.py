@@ -3,10 +3,11 @@
 Every node is an agent in a network namespace of its own on this machine, with two preprocessors
 and one reader that only counts; chunks travel in TLS. A sample takes a fixed time that costs no
 CPU (a sleep), so that nodes do not take each other's cores. Schemes take turns within each n.
-One JSON line per run, with what the formula predicts from what one node reaches alone.
+One JSON line per run, with what the formula predicts from what one node reaches alone, and the CPU
+that each node's processes took, readers left out: that of sharing, as making a sample takes none.
 
     python benchmarks/exchange.py [--rounds 3] [--mbit-per-s 100] [--nodes 2 3 4]
-    python benchmarks/exchange.py --quick   # two nodes, few samples; for trying out
+    python benchmarks/exchange.py --quick   # three nodes, few samples; for trying out
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from exchange_harness import Node, agree
 from network_namespaces import Switch
 from pipeline_harness import Forked
 
+from benchmarks.pairing import tree_cpu_s
 from benchmarks.papers.peak import Measured, peak
 
 SAMPLE_S = 5e-3
@@ -80,9 +82,11 @@ def run(num_nodes: int, scheme: Scheme, link: float | None, *, num_samples: int)
             stack.callback(nodes[-1].close)
         makers = frozenset(node.peer.agent for node in nodes[: math.ceil(num_nodes / 2)])
         agree(nodes, scheme, makers=makers)
+        before = [tree_cpu_s(node.pid) for node in nodes]
         readers = [Forked(partial(read, node.client())) for node in nodes]
         times = [reader.result() for reader in readers]
         stats = [node.stats() for node in nodes]
+        cpu_s = [tree_cpu_s(node.pid) - b for node, b in zip(nodes, before, strict=True)]
     begin, end = max(t for t, _ in times), max(t for _, t in times)
     return {
         "nodes": num_nodes,
@@ -90,6 +94,7 @@ def run(num_nodes: int, scheme: Scheme, link: float | None, *, num_samples: int)
         "mbit_per_s": link,
         "samples_per_s": round(2 * num_samples / (end - begin), 1),
         "preprocessed_per_sample": round(sum(s.preprocessed for s in stats) / num_samples / 3, 2),
+        "cpu_s": [round(seconds, 2) for seconds in cpu_s],
     }
 
 
@@ -100,7 +105,6 @@ def predicted(record: dict[str, Any], alone: float) -> float:
     measured = Measured(
         num_nodes=n,
         samples_per_s=alone,
-        sample_s=SAMPLE_S,
         sample_bytes=SAMPLE_BYTES,
         bytes_per_s=link * 125_000 if link else FAST_LINK_BYTES_PER_S,
     )
@@ -112,18 +116,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--mbit-per-s", type=float, default=100.0, help="of the limited link")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--quick", action="store_true", help="two nodes, two schemes, few samples")
+    parser.add_argument("--quick", action="store_true", help="three nodes, few samples")
     arguments = parser.parse_args()
     links: list[float | None] = [None, arguments.mbit_per_s]
-    schemes, num_samples = SCHEMES, 1536
+    num_samples = 1536
     if arguments.quick:
-        arguments.nodes, links, schemes, num_samples = [2], [None], SCHEMES[:2], 128
+        arguments.nodes, links, num_samples = [3], [None], 128
     measure = partial(run, num_samples=num_samples)
     alone = Forked(partial(measure, 1, "local", None)).result()["samples_per_s"]
     for _ in range(arguments.rounds):
         for n in arguments.nodes:
             for link in links:
-                for scheme in schemes:
+                for scheme in SCHEMES:
                     record = Forked(partial(measure, n, scheme, link)).result()
                     record["predicted"] = predicted(record, alone)
                     print(json.dumps(record), flush=True)

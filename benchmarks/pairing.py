@@ -156,13 +156,13 @@ class Served:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        cpu_s, began = _tree_cpu_s(self._process.pid), time.perf_counter()
+        cpu_s, began = tree_cpu_s(self._process.pid), time.perf_counter()
         print(json.dumps(request), file=stdin, flush=True)
         answer = stdout.readline()
         wall_s = time.perf_counter() - began
         if not answer:
             raise RuntimeError(f"{self._process.args!r} ended unexpectedly.")
-        cpu_s = _tree_cpu_s(self._process.pid) - cpu_s
+        cpu_s = tree_cpu_s(self._process.pid) - cpu_s
         return Cost(wall_s=wall_s, cpu_s=cpu_s, answers=(json.loads(answer),))
 
     def __enter__(self) -> Served:
@@ -179,7 +179,7 @@ class Served:
         self._process.wait()
 
 
-def _tree_cpu_s(root: int) -> float:
+def tree_cpu_s(root: int) -> float:
     """CPU seconds so far of a process, its descendants, and the dead ones they waited for."""
     stats = dict(filter(None, map(_stat, filter(str.isdigit, os.listdir("/proc")))))
     tree = {root}

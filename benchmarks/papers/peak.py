@@ -1,11 +1,11 @@
 """``peak(n)`` of Pittman et al. (SC18, V.A): what *each* of n nodes can receive of all samples.
 
 With r the samples that a node preprocesses per second, s the bytes of a sample, b the bytes per
-second that a node can send, and receive, at a time, and p makers (all-shared: n,
-single-broadcast: 1):
+second that a node can send, and receive, at a time, and p makers (all-shared: n):
 
-    local    r
-    others   min(p r, b p / (s (n - 1)), and b / s if p < n)
+    local              r
+    single-broadcast   min(p r, b / (s (n - p + (p - 1) / p)), and b / s if p < n)
+    others             min(p r, b p / (s (n - 1)), and b / s if p < n)
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ class Measured:
     Attributes:
         num_nodes: How many there are (n).
         samples_per_s: What each can preprocess, with all its preprocessors (r).
-        sample_s: Seconds of a core for a sample.
         sample_bytes: Of a preprocessed sample (s).
         bytes_per_s: Of the link (b).
     """
 
     num_nodes: int
     samples_per_s: float
-    sample_s: float
     sample_bytes: float
     bytes_per_s: float
 
@@ -39,13 +37,7 @@ def peak(scheme: Scheme, num_makers: int, measured: Measured) -> float:
     if scheme == "local":
         return measured.samples_per_s
     link = measured.bytes_per_s / measured.sample_bytes
-    made, sent = num_makers * measured.samples_per_s, link * num_makers / (measured.num_nodes - 1)
-    return min(made, sent, link) if num_makers < measured.num_nodes else min(made, sent)
-
-
-def work_s(scheme: Scheme, measured: Measured) -> float:
-    """Return the seconds of cores, over all nodes, for one sample that each of them gets."""
-    if scheme == "local":
-        return measured.num_nodes * measured.sample_s
-    sent_s = measured.sample_bytes / measured.bytes_per_s
-    return measured.sample_s + (measured.num_nodes - 1) * sent_s
+    made, others = num_makers * measured.samples_per_s, measured.num_nodes - num_makers
+    own = (num_makers - 1) / num_makers  # of a sample that it made, to the other makers
+    each = others + own if scheme == "single-broadcast" else others / num_makers + own
+    return min(made, link / each, link) if others else min(made, link / each)

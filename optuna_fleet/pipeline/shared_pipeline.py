@@ -66,8 +66,9 @@ class SharedPipeline:
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
         exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
-            ("local"), all ("all-shared"), the first ("single-broadcast"), the first p
-            ("multi-broadcast:p") or half of them ("multi-broadcast").
+            ("local"), all ("all-shared"), the first p ("multi-broadcast:p") or half of them
+            ("multi-broadcast"); or the first p, of which the last gives to all others
+            ("single-broadcast:p"), by default one.
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Bytes per node for preprocessed data, in memory; by default a quarter of what

@@ -107,9 +107,18 @@ def test_a_broadcast_that_is_wanted_is_that_of_half_of_the_nodes():
     assert agents["a2"][-1].makers == {"a0", "a1"}
 
 
+def test_a_single_broadcast_is_that_of_one_node():
+    sharing, _ = joined("single-broadcast", 3)
+    for peer in peers(3):
+        sharing.ready(peer)
+    assert {sharing.plan.owner(key).agent for key in KEYS} == {"a0"}
+    assert sharing.plan.broadcaster == peers(3)[0]
+
+
+@pytest.mark.parametrize("scheme", ["single-broadcast", "multi-broadcast"])
 @pytest.mark.parametrize(("given", "makers"), [("1", "0"), ("3", "012"), ("900", "0123")])
-def test_how_many_nodes_broadcast_can_be_given(given, makers):
-    sharing, agents = joined(f"multi-broadcast:{given}", 4)
+def test_how_many_nodes_make_chunks_can_be_given(scheme, given, makers):
+    sharing, agents = joined(f"{scheme}:{given}", 4)
     for peer in peers(4):
         sharing.ready(peer)
     assert agents["a3"][-1].makers == {f"a{number}" for number in makers}
@@ -122,7 +131,10 @@ def test_how_many_nodes_broadcast_can_be_given(given, makers):
 
 @pytest.mark.parametrize(
     "exchange",
-    ["all", *(f"multi-broadcast:{p}" for p in ("", 0, -1, 2.5, "9" * 5000)), "local:2", 4, None],
+    [
+        *("all", "all-shared:2", "local:2", "single-broadcast:0", 4, None),
+        *(f"multi-broadcast:{p}" for p in ("", 0, -1, 2.5, "9" * 5000)),
+    ],
 )
 def test_a_scheme_that_there_is_not(exchange):
     with pytest.raises(FleetConfigError, match=r"`exchange` is .*, but must"):

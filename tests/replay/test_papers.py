@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,9 +13,11 @@ import pytest
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import bftrainer, fleet, hetpipe
 from benchmarks.papers.rows import Row, Table, Verdict, as_markdown, at_least
+from optuna_fleet.replay.bftrainer import BFTRAINER
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.scenarios import TraceScenario
 from optuna_fleet.replay.synthetic import synthetic_trace
+from optuna_fleet.replay.trace import save_trace
 
 DOCS = Path(__file__).parents[2] / "docs"
 LOOSEST = 0.25
@@ -74,6 +79,36 @@ def test_the_windows_of_a_replay_add_up_to_its_u() -> None:
     assert run.percent == pytest.approx(100 * run.report["utilisation"])
     assert len(run.windows) == 4
     assert min(run.windows) <= run.percent <= max(run.windows)
+
+
+def made_up(folder: Path) -> Path:
+    """As BFTrainer's data, but four hours of some 8 nodes, and few small trials."""
+    save_trace(synthetic_trace(0, num_nodes=64, hours=4), folder / "summit_idle_week1.npz")
+    jobs, names = copy.deepcopy(BFTRAINER), bftrainer.IN_DATA
+    jobs["scaling"] = {names[name]: rates for name, rates in jobs["scaling"].items()}
+    small = {"n_jobs": 40, "Pmax_images": 2.6e6}
+    jobs["hpo_shufflenet"] |= small | {"dnn": names["ShuffleNet"]}
+    jobs["diverse"] |= small | {"cycle": list(names.values())}
+    (folder / "bftrainer_jobs.json").write_text(json.dumps(jobs))
+    return folder
+
+
+def places_on_the_page(title: str) -> list[str]:
+    _, _, section = (DOCS / "papers.md").read_text().partition(f"### {title}\n")
+    lines = section.partition("\n#")[0].splitlines()
+    return [line.split(" | ")[0][2:] for line in lines if line.startswith("| ")][1:]
+
+
+def test_bftrainers_tables_are_made_from_a_trace(tmp_path: Path) -> None:
+    tables = list(bftrainer.tables(quick=False, folder=made_up(tmp_path)))
+    for table in tables:
+        assert [row.place for row in table.rows] == places_on_the_page(table.title), table.title
+    rows = [row for table in tables for row in table.rows]
+    assert {row.place for row in rows if row.ours is None} == {"Table 1"}  # other machines' logs
+    assert not [row.what for row in rows if not math.isfinite(row.ours or 0)]
+    shares = [row.ours or 0 for row in rows if row.what.startswith("U") and row.unit == "%"]
+    assert len(shares) == 11
+    assert all(0 < share <= 100 for share in shares)
 
 
 def test_hetpipes_throughputs_are_met_within_a_third() -> None:

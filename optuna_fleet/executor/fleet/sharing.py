@@ -58,8 +58,8 @@ class ChunkSharing:
     """Which nodes share chunks, and by which scheme: the driver tells all agents.
 
     Args:
-        exchange: The scheme. A broadcast is that of the first node, the first p
-            ("multi-broadcast:p"), or half.
+        exchange: The scheme. Makers are the first p nodes ("multi-broadcast:p"); without a p, the
+            first one ("single-broadcast") or half.
 
     Attributes:
         plan: What agents were told last.
@@ -99,8 +99,9 @@ class ChunkSharing:
 
     def _publish(self) -> None:
         makers: list[str] = []
-        if self._scheme == "multi-broadcast":
-            makers = list(self._peers)[: self._num_makers or math.ceil(len(self._peers) / 2)]
+        if "broadcast" in self._scheme:
+            some = 1 if self._scheme == "single-broadcast" else math.ceil(len(self._peers) / 2)
+            makers = list(self._peers)[: self._num_makers or some]
         peers = tuple(self._peers.values())[:MOST_PEERS]
         self.plan = Plan(scheme=self._scheme, peers=peers, makers=frozenset(makers))
         if len(self._peers) > 1:

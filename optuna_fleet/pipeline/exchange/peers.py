@@ -58,16 +58,19 @@ class Peers:
     def follow(self, plan: Plan) -> None:
         """Puts a plan in the place of the last; nobody is left out any more."""
         self.plan = plan
+        self._broadcaster = plan.broadcaster
         self._owners: dict[ChunkKey, Peer | None] = {}
         self._left_out_until: dict[Peer, float] = {}
 
     def owns(self, key: ChunkKey) -> bool:
         """Returns whether the others get this chunk from here."""
-        owner = self._owner(key)
-        return owner is not None and owner.agent == self.agent
+        givers = (self._owner(key), self._broadcaster)
+        return any(giver is not None and giver.agent == self.agent for giver in givers)
 
     def source(self, key: ChunkKey) -> Peer | None:
         """Returns whom to ask for a chunk; None if it is to be made here."""
+        if self._broadcaster is not None and self.agent not in self.plan.makers:
+            return self._other(self._broadcaster)
         return self._other(self._owner(key))
 
     def decider(self) -> Peer | None:

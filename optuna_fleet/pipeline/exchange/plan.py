@@ -4,10 +4,11 @@
 |---|---|
 | local | each node, for itself |
 | all-shared | one of all nodes, by a hash of (chunk, node) |
-| single-broadcast | the first node |
-| multi-broadcast | one of the makers, likewise by a hash |
+| single-broadcast, multi-broadcast | one of the makers, likewise by a hash |
 
-The hash is a rendezvous hash: when a node comes or goes, only its own chunks change hands.
+The hash is a rendezvous hash: when a node comes or goes, only its own chunks change hands. In
+single-broadcast the last of the makers gets the chunks of the others, and gives all of them to the
+nodes that make none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from optuna_fleet.pipeline.spec import ChunkKey
 Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
 SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")
 
-_MANY = re.compile(r"multi-broadcast:(0*[1-9]\d{0,5})")
+_MANY = re.compile(r"(single|multi)-broadcast:(0*[1-9]\d{0,5})")
 """With its number of makers, p."""
 
 MOST_PEERS = 500
@@ -54,7 +55,8 @@ class Plan:
     Attributes:
         scheme: How.
         peers: All of them, in the order in which they joined.
-        makers: Those that preprocess for all (their agents); only looked at in "multi-broadcast".
+        makers: Those that preprocess for all (their agents), in the broadcasts; the first node if
+            there are none.
     """
 
     scheme: Scheme = "local"
@@ -70,12 +72,17 @@ class Plan:
         """Returns whose chunk this is; None if each node makes it for itself."""
         if not self.is_shared:
             return None
-        if self.scheme == "single-broadcast":
-            return self.peers[0]
-        among = self.peers
-        if self.scheme == "multi-broadcast":
-            among = tuple(peer for peer in among if peer.agent in self.makers) or among
+        among = self.peers if self.scheme == "all-shared" else self._makers
         return max(among, key=lambda peer: _score(key, peer))
+
+    @property
+    def broadcaster(self) -> Peer | None:
+        """Who gives all chunks to the nodes that make none; None if owners do."""
+        return self._makers[-1] if self.is_shared and self.scheme == "single-broadcast" else None
+
+    @property
+    def _makers(self) -> tuple[Peer, ...]:
+        return tuple(peer for peer in self.peers if peer.agent in self.makers) or self.peers[:1]
 
 
 def _score(key: ChunkKey, peer: Peer) -> bytes:
@@ -83,7 +90,7 @@ def _score(key: ChunkKey, peer: Peer) -> bytes:
 
 
 def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
-    """Returns what was given: a scheme, and how many nodes make chunks in "multi-broadcast:p".
+    """Returns what was given: a scheme, and how many nodes make chunks where ":p" says so.
 
     Raises:
         FleetConfigError: It is none.
@@ -91,6 +98,7 @@ def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
     if isinstance(exchange, str) and ":" in exchange:
         wanted = 'give a number of makers so: "multi-broadcast:4"'
         check_that("exchange", exchange, _MANY.fullmatch, wanted)
-        return "multi-broadcast", int(exchange.partition(":")[2])
+        scheme, _, count = exchange.partition(":")
+        return cast("Scheme", scheme), int(count)
     check_choice("exchange", exchange, SCHEMES)
     return cast("Scheme", exchange), None

@@ -45,8 +45,21 @@ def test_every_trial_on_every_node_reads_the_permutation(scheme, times):
     assert read == [[order_of(epoch) for epoch in epochs]] * 6
     assert [each.preprocessed + each.num_received for each in stats] == [2 * N] * 3
     assert sum(each.preprocessed for each in stats) == times * 2 * N
-    busy = {"single-broadcast": {0}, "multi-broadcast": {0, 2}}.get(scheme, {0, 1, 2})
+    busy = {0, 2} if "broadcast" in scheme else {0, 1, 2}
     assert {node for node, each in enumerate(stats) if each.preprocessed} == busy
+
+
+def test_the_last_maker_of_a_single_broadcast_gives_to_those_that_make_nothing():
+    with nodes(pipeline(), 3, patience_s=LONG_S) as found:
+        agree(found, "single-broadcast", makers=frozenset({"node 0", "node 1"}))
+        assert labels(found[2].client()) == order_of(0)
+        first, second, other = (node.stats() for node in found)
+        assert (other.preprocessed, other.num_received) == (0, N)
+        assert second.preprocessed + second.num_received == N  # it has all to give
+        assert (first.preprocessed, first.num_received) == (second.num_received, 0)
+        assert 0 < first.preprocessed < N
+        os.kill(found[1].giver, signal.SIGKILL)
+        assert labels(found[2].client(), epoch=1) == order_of(1)
 
 
 def test_fixed_data_are_preprocessed_once_in_the_fleet():
