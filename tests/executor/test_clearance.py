@@ -251,3 +251,10 @@ def test_the_call_does_not_wait_for_a_check() -> None:
 def test_all_trials_end_whatever_checks_come_to(paradigm: str, seed: int) -> None:
     rng = random.Random(seed)
     play_out(World(num_devices=5, trials=8, paradigm=paradigm), rng, kinds=3)
+
+
+def test_a_trial_that_ends_before_a_device_falls_free_is_not_checked() -> None:
+    clearance, (ended, other) = Clearance(), (Trial(number=0), Trial(number=1))
+    clearance.wanted = ended
+    clearance.forget_ended([other])
+    assert clearance.take([other], looks_ahead=False) is None

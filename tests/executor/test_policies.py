@@ -37,7 +37,7 @@ def in_stages(trial: Any) -> float:
     for _ in trial.epochs(2):
         for images, labels in trial.batches("train", batch_size=10):
             losses.append(pipeline.step(images, labels).item())
-    own = {"pace": pace, "layers": len(pipeline._own.placed.part)}
+    own = {"pace": pace, "layers": len(pipeline._own.part)}
     told = sorted(gather(own), key=lambda rank: rank["pace"])
     trial.set_user_attr("layers", [rank["layers"] for rank in told])
     trial.set_user_attr("losses", losses)

@@ -1,6 +1,8 @@
 import subprocess
 import sys
+from pathlib import Path
 
+import optuna_fleet
 from optuna_fleet.pipeline import default_preprocessors
 from optuna_fleet.pipeline.limits import budget, default_chunk_bytes
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
@@ -13,7 +15,8 @@ def test_importing_the_pipeline_imports_no_torch():
     # The package itself may import what it likes elsewhere; only this room is looked at.
     stub = "import types; m = types.ModuleType('optuna_fleet'); "
     stub += "m.__path__ = ['optuna_fleet']; import sys; sys.modules['optuna_fleet'] = m; "
-    assert subprocess.run([sys.executable, "-c", stub + code]).returncode == 0
+    root = Path(optuna_fleet.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", stub + code], cwd=root).returncode == 0
 
 
 def test_chunk_sizes():

@@ -100,6 +100,11 @@ class Clearance:
             self.wanted = max(unchecked, key=self._num_new)
         return is_kept
 
+    def forget_ended(self, trials: Iterable[Trial]) -> None:
+        """What is wanted is no more if its trial is not one of these, and its check not begun."""
+        if not self._is_under_way and all(trial is not self.wanted for trial in trials):
+            self.wanted = None
+
     def take(self, trials: Iterable[Trial], *, looks_ahead: bool) -> Trial | None:
         """Return the trial whose check begins now, if any does.
 

@@ -343,6 +343,7 @@ class Controller:
 
     def _begin_check(self) -> list[Instruction]:
         free, trials = self._roster.free(), self._roster.trials.values()
+        self._clearance.forget_ended(trials)
         if not free or len(self._presence) < 2:
             return []
         trial = self._clearance.take(trials, looks_ahead=self.policy.looks_ahead)
