@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -63,25 +60,3 @@ def test_one_alone_runs_its_sweep(
     study = optuna.create_study()
     study.optimize(lambda trial: 0.0, n_trials=1, executor=inline)
     assert len(study.trials) == 1
-
-
-SCRIPT = """
-import optuna
-from optuna_fleet import FleetExecutor
-
-study = optuna.create_study()
-study.optimize(lambda trial: 0.0, n_trials=1, executor=FleetExecutor(devices=1))
-print("went on")
-"""
-
-
-def test_torchrun_itself_is_known(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(script)], capture_output=True, text=True, cwd=tmp_path
-    )
-    # Whoever is refused first: torchrun then stops the other one.
-    assert re.search("torchrun has started this script as process [01] of 2", ended.stderr)
-    assert "went on" not in ended.stdout
