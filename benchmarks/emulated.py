@@ -128,9 +128,7 @@ def simulated_s(trials: list[SimulatedTrial], policy: str, real: FleetSummary) -
     return statistics.fmean(scenario.run().end_s for scenario in scenarios)
 
 
-def varied(
-    trial: SimulatedTrial, generator: np.random.Generator, move_s: float
-) -> SimulatedTrial:
+def varied(trial: SimulatedTrial, generator: np.random.Generator, move_s: float) -> SimulatedTrial:
     """The trial with slightly other rates, and moves that take so long."""
     factors = np.exp(NOISE * generator.standard_normal(len(trial.rates)))
     rates = tuple((factors * trial.rates).tolist())
