@@ -315,53 +315,6 @@ def test_a_checkpoint_of_other_parameters_counts_as_damaged(
     assert words is None or words in problems[0]
 
 
-class Run:
-    """A model with dropout, an optimizer and two schedulers."""
-
-    def __init__(self) -> None:
-        seed_torch(0, 5)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Dropout(),
-            torch.nn.Linear(8, 1),
-        )
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=np.float64(0.1))
-        self.schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 0.9**epoch),
-            torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1),
-        ]
-        self.objects = [self.model, self.optimizer, *self.schedulers]
-
-    def epoch(self) -> float:
-        x = torch.randn(6, 4) + random.random() + np.random.rand()
-        loss = self.model(x).square().mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.schedulers[0].step()
-        self.schedulers[1].step(loss.item())
-        return loss.item()
-
-
-def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    run = Run()
-    for _ in range(3):
-        run.epoch()
-    saved = [item.state_dict() for item in run.objects]
-    save(tmp_path / "c", make(objects=saved, rng=collectives.gather(rng_state())))
-    want = [run.epoch() for _ in range(3)]
-
-    resumed = Run()
-    loaded = checkpoint.load(tmp_path / "c", OWNER).content
-    for item, state in zip(resumed.objects, loaded.objects, strict=True):
-        item.load_state_dict(state)
-    checkpoint.restore_rng(loaded.rng)
-    assert [resumed.epoch() for _ in range(3)] == want
-    for mine, theirs in zip(resumed.model.parameters(), run.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:
         for one in everyone:
