@@ -232,25 +232,6 @@ def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
         checkpoint.load(path, OWNER)
 
 
-def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) -> None:
-    path, other = tmp_path / "folder" / "c", tmp_path / "folder" / "before"
-    save(other, make(epoch=3))
-    save(path, make(epoch=4))
-    both = [str(path), str(other)]
-    newest, problems = checkpoint.load_newest(both, OWNER)
-    assert newest is not None
-    assert (newest.content.epoch, problems) == (4, [])
-    path.write_bytes(path.read_bytes()[:-1])
-    before, problems = checkpoint.load_newest(both, OWNER)
-    assert before is not None
-    assert before.content.epoch == 3
-    assert "torn" in problems[0]
-    other.unlink()
-    nothing, problems = checkpoint.load_newest(both, OWNER)
-    assert nothing is None
-    assert "can't be read" in problems[1]
-
-
 def test_what_torch_can_not_load_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,25 +258,6 @@ def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         save(tmp_path / "new", make())
     with pytest.raises(CheckpointError, match="version 99"):
         checkpoint.load(tmp_path / "new", OWNER)
-
-
-@pytest.mark.parametrize(
-    ("owner", "words"),
-    [
-        (Owner(study="sweep", trial=6), "of trial 6, not of trial 5 of study 'sweep'"),
-        (Owner(study="other", trial=5), "of another study, not of trial 5"),
-    ],
-)
-def test_the_checkpoint_of_another_trial_counts_as_damaged(
-    tmp_path: Path, owner: Owner, words: str
-) -> None:
-    path = tmp_path / "c"
-    save(tmp_path / "before", make(epoch=1))
-    write_checkpoint(path, make(epoch=2), owner)
-    own, problems = checkpoint.load_newest([str(path), str(tmp_path / "before")], OWNER)
-    assert own is not None
-    assert own.content.epoch == 1
-    assert words in problems[0]
 
 
 @pytest.mark.parametrize(
