@@ -243,6 +243,23 @@ def test_behaviour_is_tested_by_public_names(folder: str) -> None:
         assert private_names(path) == set(), path.name
 
 
+def test_unit_tests_are_of_pure_decisions() -> None:
+    """They start nothing, train nothing and patch nothing: so they are quick, and stay true."""
+    doing = {"torch", "optuna", "subprocess", "multiprocessing", "socket", "unittest"}
+    paths = set((ROOT.parent / "tests/unit").glob("*.py"))
+    assert len(paths) > 10
+    for path in paths:
+        names = imported(path)
+        assert not {name.split(".")[0] for name in names} & doing, path.name
+        assert "optuna_fleet.FleetExecutor" not in names, path.name
+        others = {name for name in names if name.startswith("tests.")}
+        assert {name for name in others if not name.startswith("tests.unit")} == set(), path.name
+        arguments = {
+            n.arg for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.arg)
+        }
+        assert not arguments & {"monkeypatch", "fleet"}, path.name
+
+
 def private_names(path: Path) -> set[str]:
     """What begins with one underscore and is somebody else's."""
     found = {name for name in imported(path) if any(is_private(p) for p in name.split("."))}
