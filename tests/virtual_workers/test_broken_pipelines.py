@@ -137,7 +137,6 @@ def is_disturbed(
 @pytest.mark.parametrize(
     ("how", "options"),
     [
-        (signal.SIGKILL, FLUSHED),
         (signal.SIGKILL, SERVERS),
         (signal.SIGSTOP, FLUSHED),
         (signal.SIGINT, SERVERS),

@@ -123,7 +123,6 @@ DELAYED = {"in_flight": 3, "flush": False}
 @pytest.mark.parametrize(
     ("make", "options", "build"),
     [
-        (torch.optim.AdamW, FLUSHED, layers),
         (momentum_of_some, FLUSHED, layers),
         (momentum, DELAYED, layers),
         (torch.optim.AdamW, FLUSHED, tied_layers),
@@ -395,11 +394,6 @@ def mse(trial: Any, model: Any, optimizer: Any = None, **options: Any) -> Any:
     return trial.pipeline(model, optimizer, F.mse_loss, **options)
 
 
-def adam_without_flushes(trial: Any) -> Any:
-    model = layers()
-    return mse(trial, model, torch.optim.Adam(model.parameters()), flush=False)
-
-
 def twice(trial: Any) -> Any:
     return mse(trial, layers()), mse(trial, layers())
 
@@ -454,7 +448,6 @@ def steps_on_nothing(trial: Any) -> Any:
             lambda trial: mse(trial, layers(), clock_distance=0, max_grad_norm=1.0),
             "given with `clock_distance`",
         ),
-        (adam_without_flushes, "optimizer is Adam"),
         (twice, "only once"),
         (prepares_its_model, "after trial.pipeline"),
         (hooks_without_flushes, "'0.weight' has a hook"),
