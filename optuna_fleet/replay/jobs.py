@@ -67,7 +67,7 @@ def load_jobs(path: Path | None, mix: str) -> tuple[SimulatedTrial, ...]:
     jobs = fields.child(MIXES[mix])
     count = jobs.whole("n_jobs", least=1)
     widest = jobs.whole("Jmax", least=1)
-    names = _texts(jobs, "cycle") if jobs.has("cycle") else [jobs.text("dnn")]
+    names = _texts(jobs, "cycle") if "cycle" in jobs.names() else [jobs.text("dnn")]
     rates = {name: _rates(fields.child("scaling").child(name), widest) for name in set(names)}
     up, down = (_seconds(jobs, name, count) for name in ("Tcup_s", "Tcdw_s"))
     samples, spacing = jobs.number("Pmax_images", above=True), jobs.number("spacing_s")
@@ -98,7 +98,7 @@ def _texts(jobs: Fields, name: str) -> list[str]:
 
 def _seconds(jobs: Fields, name: str, count: int) -> list[float]:
     """One number for all, or one for each."""
-    if jobs.has_list(name):
+    if isinstance(jobs.get(name), list):
         return jobs.numbers(name, length=count)
     return [jobs.number(name)] * count
 

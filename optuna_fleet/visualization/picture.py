@@ -130,14 +130,15 @@ def _handles(
 
 
 def _add_legend(owner: Any, handles: Sequence[Any], **where: Any) -> None:
+    is_full = len(handles) > 6  # all there are, which need the whole width
     owner.legend(
         handles=handles,
         ncols=len(handles),
         fontsize=7.5,
         frameon=False,
         borderpad=0.2,
-        handlelength=1.6,
-        columnspacing=1.4,
+        handlelength=1.1 if is_full else 1.6,
+        columnspacing=0.9 if is_full else 1.4,
         borderaxespad=0.1,
         **where,
     )
@@ -168,9 +169,8 @@ def _draw_numbers(axes: Axes, trace: _Trace, row: int, px_per_s: float) -> None:
     ):
         if length * px_per_s >= digit_px * len(text) + 8:
             backing = {"facecolor": colour, "edgecolor": "none", "pad": 1} if hatch else None
-            where = {"ha": "center", "va": "center", "zorder": 5}
-            looks = {"fontsize": size_pt, "color": INK, "bbox": backing}
-            axes.text(start + length / 2, y, text, **where, **looks)
+            looks: dict[str, Any] = {"fontsize": size_pt, "color": INK, "bbox": backing}
+            axes.text(start + length / 2, y, text, ha="center", va="center", zorder=5, **looks)
 
 
 def _scatter(axes: Axes, trace: _Trace) -> Any:

@@ -85,7 +85,7 @@ class Timeline:
     @property
     def rows(self) -> list[Row]:
         """The devices from the top: node by node."""
-        distinct = {shown.row for shown in (*self.bars, *self.stays)}
+        distinct = {bar.row for bar in self.bars} | {stay.row for stay in self.stays}
         first: dict[str, int] = {}
         for node, device in distinct:
             first[node] = min(device, first.get(node, device))
