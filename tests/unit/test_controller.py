@@ -325,7 +325,7 @@ def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsew
 def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     moves: dict[int, float], expected: float
 ) -> None:
-    world = World(num_devices=3, trials=3, paradigm="elastic", rescale_s=2.0)
+    world = World(num_devices=4, trials=3, paradigm="elastic", rescale_s=2.0)
     world.settle_all()
     for run_id, seconds in moves.items():
         world.tell(MoveMeasured(run_id=run_id, seconds=seconds))
@@ -681,9 +681,18 @@ def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
     controller.handle(reached(2, "s"), TrialProposed(number=2), ProposalDelayed())
     controller.handle(joined(2))
     controller.handle(reached(3, "s"))
+    controller.handle(joined(3))
     (allocate,) = controller.handle(epoch_ended(3))
     assert [c.number for c in allocate.problem.candidates] == [1, 2]
-    assert set(allocate.problem.devices) == {1, 2}
+    assert set(allocate.problem.devices) == {1, 2, 3}
+
+
+def test_one_alone_on_its_fewest_devices_rests_for_no_plan_until_a_device_is_free() -> None:
+    world = World(num_devices=2, trials=2, paradigm="elastic")
+    world.settle_all()
+    assert world.tell(epoch_ended(0)) == [goes_on(0)]
+    world.tell(joined(2))  # which nobody may be proposed for any more
+    assert any(isinstance(told, Allocate) for told in world.tell(epoch_ended(1)))
 
 
 def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
@@ -699,7 +708,7 @@ def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **polic
     if delayed:
         controller.handle(joined(2))
         controller.handle(ProposalDelayed())
-    (asked,) = controller.handle(epoch_ended(0))
+    (asked,) = controller.handle(epoch_ended(0), epoch_ended(1))  # one alone has no choice
     assert isinstance(asked, Allocate)
     return asked.problem
 
