@@ -219,7 +219,13 @@ def test_no_example_of_a_property_has_a_deadline() -> None:
 
 
 PUBLIC = ("policies", "exceptions", "visualization", "integrations", "replay")
-NEUTRAL = ("tests.behaviour", "tests.leftovers", "tests.nursery")
+NEUTRAL = (
+    "tests.behaviour",
+    "tests.leftovers",
+    "tests.nursery",
+    "tests.storage_servers",
+    "tests.waiting",
+)
 """What tests of behaviour may import of the others; the pipeline's have harnesses beside them."""
 
 

@@ -14,11 +14,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
-from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
-from optuna_fleet.sampler_bridge.repeatable import reseed
 
 CLAIM_PREFIX = "optuna_fleet:claim:"
 
@@ -41,11 +39,9 @@ class TrialOwnership:
         folder: StudyFolder,
         n_trials: int | None,
         timeout: float | None,
-        lock: FolderLock | None = None,
         digest: ObjectiveDigest | None = None,
     ) -> None:
         self._study = study
-        self._lock = lock
         self._folder = folder
         self._call = CallRecord(
             study=study.study_name,
@@ -57,7 +53,6 @@ class TrialOwnership:
         self.interrupted_trials: list[optuna.Trial] = []
         self.checkpoints: dict[int, str] = {}
         self.num_launched = 0
-        self._has_complained = False
         last = folder.last_call()
         try:
             if last is not None and not last.has_ended:
@@ -87,13 +82,15 @@ class TrialOwnership:
         else:
             self.num_launched = len(running)
             for trial in running:
-                compat.set_trial_record(self._study, trial, *self._mark(trial.number))
+                compat.set_trial_record(self._study, trial, *self.mark(trial.number))
         for trial in trials:
             if trial.state is TrialState.WAITING:  # returned to the study
                 compat.set_trial_record(self._study, trial, self._key, None)
-        self.interrupted_trials = [compat.trial_of(self._study, trial) for trial in running]
+        self.interrupted_trials = [
+            compat.trial_of(self._study, compat.id_of(trial)) for trial in running
+        ]
         if trials:
-            reseed(self._study.sampler)
+            self._study.sampler.reseed_rng()
             numbers, found = {trial.number for trial in running}, self._folder.unfinished()
             self.checkpoints = {n: path for n, path in found.items() if n in numbers}
             compat.fleet_logger.info(
@@ -122,34 +119,15 @@ class TrialOwnership:
     def _key(self) -> str:
         return CLAIM_PREFIX + self._call.id
 
-    def _mark(self, number: int | None) -> tuple[str, dict[str, Any]]:
+    def mark(self, number: int | None) -> tuple[str, dict[str, Any]]:
+        """The system attribute of a trial that is this call's."""
         # With its number if that is known: Optuna's retry of a failed trial copies all attributes.
         return self._key, {"number": number, "folder": str(self._folder.root)}
-
-    def ask(self) -> optuna.Trial:
-        """`Study.ask` for a trial that is marked from its first moment."""
-        self.keep_record()
-        return compat.ask_marked(self._study, self._mark)
 
     def give_up(self, trial: optuna.Trial) -> None:
         """The trial was returned to the study: it belongs to no call."""
         compat.set_trial_record(self._study, trial, self._key, None)
         self._folder.drop(trial.number)
-
-    def keep_record(self) -> None:
-        """Write the record of the call again if somebody has deleted its folder; never raises."""
-        if self._folder.has_record():
-            return
-        try:
-            if self._lock is None or self._lock.renew():  # else it is another driver's by now
-                self._folder.record_call(self._call)
-        except (OSError, FleetConfigError) as error:
-            if not self._has_complained:
-                self._has_complained = True
-                compat.fleet_logger.warning(
-                    f"The record of this call can't be written again: {error} Should the script "
-                    "die, the same call begins anew."
-                )
 
     def end(self, *, was_interrupted: bool = False) -> None:
         """The call is over; but it will be gone on with if it was interrupted.

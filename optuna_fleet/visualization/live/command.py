@@ -17,7 +17,7 @@ from typing import Any
 import optuna
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.sampler_bridge.retrying_storage import in_words
+from optuna_fleet.sampler_bridge.patience import in_words
 from optuna_fleet.visualization.live.page import page
 from optuna_fleet.visualization.live.snapshot import snapshot_of
 from optuna_fleet.visualization.live.storage import open_study
