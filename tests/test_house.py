@@ -218,6 +218,14 @@ def test_no_example_of_a_property_has_a_deadline() -> None:
     assert hypothesis.settings().deadline is None
 
 
+def test_one_module_names_what_is_private_to_optuna() -> None:
+    """Attributes can't be told apart from ours; what is imported can."""
+    for module in MODULES.keys() - {"optuna_fleet.sampler_bridge.compat"}:
+        names = {name for name in imported(MODULES[module]) if name.startswith("optuna.")}
+        private = {name for name in names if any(is_private(part) for part in name.split("."))}
+        assert private == set(), module
+
+
 PUBLIC = ("policies", "exceptions", "visualization", "integrations", "replay")
 NEUTRAL = (
     "tests.behaviour",

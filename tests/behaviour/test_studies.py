@@ -23,7 +23,7 @@ from unittest import mock
 
 import optuna
 import pytest
-from optuna.artifacts import FileSystemArtifactStore, download_artifact, upload_artifact
+from optuna.artifacts import FileSystemArtifactStore, upload_artifact
 from optuna.storages import InMemoryStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
@@ -353,16 +353,6 @@ def test_enqueued_trials_come_first_and_count(fleet: Any) -> None:
     assert len(study.trials) == 3
     assert [trial.value for trial in study.trials[:2]] == [1.0, 4.0]
     assert study.trials[0].user_attrs == {"mine": True}
-
-
-def test_progress_bar(fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    study = optuna.create_study()
-    study.optimize(quadratic, n_trials=5, show_progress_bar=True, executor=fleet)
-    err = capsys.readouterr().err
-    assert "5/5" in err
-    assert "100%" in err
-    assert "Best trial" in err
-    assert "0 trials" not in err
 
 
 def test_log_lines(fleet: Any, log: io.StringIO) -> None:
@@ -831,34 +821,6 @@ def test_an_executor_is_not_closed_in_a_call(fleet: Any) -> None:
     with pytest.raises(RuntimeError, match=r"end that with `study.stop\(\)`"):
         study.optimize(unit, n_trials=1, callbacks=[lambda *_: fleet.close()], executor=fleet)
     assert states(study) == [COMPLETE]
-
-
-# -- trials ---------------------------------------------------------------------------------------
-
-
-def upload(trial: Any, *, store: FileSystemArtifactStore, folder: Path) -> float:
-    path = folder / f"{trial.number}.txt"
-    path.write_text(f"model {trial.number}")
-    artifact = upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=trial)
-    trial.set_user_attr("artifact", artifact)
-    return 0.0
-
-
-def test_artifacts_of_trials(fleet: Any, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    store = FileSystemArtifactStore(tmp_path / "store")
-    storage = InMemoryStorage()
-    study = optuna.create_study(storage=storage)
-    study.optimize(
-        functools.partial(upload, store=store, folder=tmp_path), n_trials=3, executor=fleet
-    )
-    for trial in study.trials:
-        (meta,) = optuna.artifacts.get_all_artifact_meta(trial, storage=storage)
-        assert meta.artifact_id == trial.user_attrs["artifact"]
-        path = tmp_path / "downloaded"
-        download_artifact(artifact_store=store, artifact_id=meta.artifact_id, file_path=str(path))
-        assert path.read_text() == f"model {trial.number}"
-        path.unlink()
 
 
 def use_the_study(trial: Any, *, store: FileSystemArtifactStore, path: Path) -> float:
