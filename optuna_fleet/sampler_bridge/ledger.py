@@ -24,7 +24,7 @@ from optuna_fleet.exceptions import (
     shown,
 )
 from optuna_fleet.sampler_bridge import choices, compat
-from optuna_fleet.sampler_bridge.patience import Patience
+from optuna_fleet.sampler_bridge.patience import Patience, is_gone
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.records import Records
 from optuna_fleet.sampler_bridge.repeats import Repeats
@@ -196,8 +196,11 @@ class Ledger:
         finished = self._now(trial)
         for callback in self._callbacks:
             callback(self.study, copy.deepcopy(finished))
-        elapsed_s = self._proposals.elapsed_s
-        self.patiently(lambda: self._progress_bar.update(elapsed_s, self.study))
+        try:
+            self._progress_bar.update(self._proposals.elapsed_s, self.study)
+        except Exception as problem:
+            if not is_gone(problem):  # else the bar is one behind
+                raise
 
     def _let_go(self, number: int) -> None:
         self._proposals.release(number)

@@ -50,7 +50,11 @@ class Loop:
         self.patiently = Patience(self.study, self.storage_patience_s)
         try:
             self._progress_bar = compat.ProgressBar(self.show_progress_bar, *budget)
-            self._ownership = None if self.folder is None else self._owner(self.folder)
+            self._ownership = None
+            if self.folder is not None:
+                self._ownership = TrialOwnership(
+                    self.study, self.folder, *budget, self.digest, self.patiently
+                )
             self.proposals = Proposals(self.study, *budget, self.patiently, self._ownership)
             self.ledger = Ledger(
                 self.study,
@@ -66,20 +70,16 @@ class Loop:
             raise
         return self
 
-    def _owner(self, folder: StudyFolder) -> TrialOwnership:
-        """As a driver that died in the midst of it is followed by one that does it again."""
-        given = self.study, folder, self.n_trials, self.timeout, self.digest
-        return self.patiently(lambda: TrialOwnership(*given))
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress_bar.close()
         self.proposals.close()
         for number in self.proposals.unfinished():  # those that were never launched
             self.proposals.release(number)
         try:
-            if (owner := self._ownership) is not None:
-                interrupted = kind is not None and not issubclass(kind, Exception)
-                self.patiently(lambda: owner.end(was_interrupted=interrupted))
+            if self._ownership is not None:
+                self._ownership.end(
+                    was_interrupted=kind is not None and not issubclass(kind, Exception)
+                )
         except Exception as error:
             compat.fleet_logger.warning(
                 "That the call has ended could not be recorded; the same call will go on with "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import optuna
@@ -17,6 +18,7 @@ from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
+from optuna_fleet.sampler_bridge.patience import Patience
 
 CLAIM_PREFIX = "optuna_fleet:claim:"
 
@@ -40,8 +42,10 @@ class TrialOwnership:
         n_trials: int | None,
         timeout: float | None,
         digest: ObjectiveDigest | None = None,
+        patiently: Patience | None = None,
     ) -> None:
         self._study = study
+        self._patiently = patiently or Patience(study, 0.0)
         self._folder = folder
         self._call = CallRecord(
             study=study.study_name,
@@ -63,7 +67,7 @@ class TrialOwnership:
                 f"The checkpoint folder {folder.path} can't be written to ({error.strerror}): "
                 "check that it may be and has space."
             ) from error
-        complete = compat.trials_of(study, TrialState.COMPLETE)
+        complete = self._trials(TrialState.COMPLETE)
         folder.drop_all_but(
             unfinished={trial.number for trial in self.interrupted_trials},
             finals={trial.number for trial in complete},
@@ -71,7 +75,7 @@ class TrialOwnership:
 
     def _resume(self, dead: CallRecord) -> None:
         """Go on for a driver that died: with its whole call, or only with its trials."""
-        trials = [t for t in compat.trials_of(self._study) if _is_claimed(t, dead.id)]
+        trials = [t for t in self._trials() if _is_claimed(t, dead.id)]
         running = [t for t in trials if t.state is TrialState.RUNNING]
         if dead.was_interrupted and _differ(dead.code, self._call.code):
             self._drop(running)
@@ -82,13 +86,11 @@ class TrialOwnership:
         else:
             self.num_launched = len(running)
             for trial in running:
-                compat.set_trial_record(self._study, trial, *self.mark(trial.number))
+                self._record(trial, *self.mark(trial.number))
         for trial in trials:
             if trial.state is TrialState.WAITING:  # returned to the study
-                compat.set_trial_record(self._study, trial, self._key, None)
-        self.interrupted_trials = [
-            compat.trial_of(self._study, compat.id_of(trial)) for trial in running
-        ]
+                self._record(trial, self._key, None)
+        self.interrupted_trials = [self._gone_on_with(trial) for trial in running]
         if trials:
             self._study.sampler.reseed_rng()
             numbers, found = {trial.number for trial in running}, self._folder.unfinished()
@@ -107,13 +109,23 @@ class TrialOwnership:
     def _drop(self, running: list[FrozenTrial]) -> None:
         """Somebody has interrupted a call and changed the objective: its trials are no more."""
         for trial in running:
-            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            end = partial(self._study.tell, trial.number, state=TrialState.FAIL)
+            self._patiently(partial(end, skip_if_finished=True))
         if running:
             compat.fleet_logger.warning(
                 "The objective's code was changed after an interrupt: trials "
                 f"{_numbers(running)}, which were under way, are failed, and this is a call of "
                 "its own."
             )
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self._patiently(lambda: compat.trials_of(self._study, *states))
+
+    def _record(self, trial: optuna.Trial | FrozenTrial, key: str, value: Any) -> None:
+        self._patiently(lambda: compat.set_trial_record(self._study, trial, key, value))
+
+    def _gone_on_with(self, trial: FrozenTrial) -> optuna.Trial:
+        return self._patiently(lambda: compat.trial_of(self._study, compat.id_of(trial)))
 
     @property
     def _key(self) -> str:
@@ -126,7 +138,7 @@ class TrialOwnership:
 
     def give_up(self, trial: optuna.Trial) -> None:
         """The trial was returned to the study: it belongs to no call."""
-        compat.set_trial_record(self._study, trial, self._key, None)
+        self._record(trial, self._key, None)
         self._folder.drop(trial.number)
 
     def end(self, *, was_interrupted: bool = False) -> None:
@@ -140,7 +152,7 @@ class TrialOwnership:
         if was_interrupted:
             self._folder.record_call(replace(self._call, was_interrupted=True))
             return
-        trials = compat.trials_of(self._study, TrialState.RUNNING)
+        trials = self._trials(TrialState.RUNNING)
         if not any(_is_claimed(trial, self._call.id) for trial in trials):
             self._folder.record_call(replace(self._call, has_ended=True))
             self._folder.drop_all_but(unfinished=set(), finals=self._folder.finals())

@@ -55,7 +55,11 @@ class Proposals:
         self._adopted: deque[int] = deque()
         self._checkpoints: dict[int, str] = {}
         if ownership is not None:
-            self._adopt(ownership)
+            try:
+                self._adopt(ownership)
+            except BaseException:
+                self.close()
+                raise
 
     def _adopt(self, ownership: TrialOwnership) -> None:
         self.num_asked = ownership.num_launched
