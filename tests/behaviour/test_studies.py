@@ -656,26 +656,16 @@ def test_control_c_is_not_lost_where_python_drops_it(fleet: Any) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def raise_keyboard_interrupt(trial: Any) -> float:
-    raise KeyboardInterrupt
+def leave(trial: Any, *, kind: type[BaseException]) -> float:
+    raise kind(3)
 
 
-def test_an_interrupt_in_the_objective_is_never_swallowed(fleet: Any) -> None:
-    study = optuna.create_study()
-    with pytest.raises(KeyboardInterrupt):
-        study.optimize(raise_keyboard_interrupt, n_trials=1, catch=(Exception,), executor=fleet)
-    assert states(study) == [FAIL]
-
-
-def exit_script(trial: Any) -> float:
-    raise SystemExit(3)
-
-
-def test_a_system_exit_leaves_no_running_trial(fleet: Any) -> None:
-    study = optuna.create_study()
-    with pytest.raises(SystemExit):
-        study.optimize(exit_script, n_trials=1, catch=(Exception,), executor=fleet)
-    assert states(study) == [FAIL]  # Optuna leaves it RUNNING for ever
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_end_in_the_objective_is_never_swallowed(fleet: Any, kind: type[BaseException]) -> None:
+    study, objective = optuna.create_study(), functools.partial(leave, kind=kind)
+    with pytest.raises(kind):
+        study.optimize(objective, n_trials=1, catch=(Exception,), executor=fleet)
+    assert states(study) == [FAIL]  # Optuna leaves it RUNNING for ever at a `SystemExit`
 
 
 # -- processes that live on -----------------------------------------------------------------------
@@ -741,20 +731,6 @@ def test_a_stop_is_over_with_its_call(fleet: Any) -> None:
     assert len(study.trials) == before + 5
     with pytest.raises(RuntimeError, match=r"`Study.stop`"):
         study.stop()
-
-
-def test_a_failure_that_is_not_caught_calls_no_callback(fleet: Any) -> None:
-    study = optuna.create_study()
-    told: list[int] = []
-    with pytest.raises(ZeroDivisionError):
-        study.optimize(
-            lambda trial: 1 / 0,
-            n_trials=1,
-            callbacks=[lambda study, trial: told.append(trial.number)],
-            executor=fleet,
-        )
-    assert states(study) == [FAIL]
-    assert told == []
 
 
 def test_a_study_can_be_pickled_before_after_and_in_a_callback(fleet: Any) -> None:
