@@ -38,7 +38,7 @@ from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.terminal import rendered
 from optuna_fleet.visualization.live.view import View, duration, printable, ranges, view_of
 from tests.browser import Browser, has_browser
-from tests.executor.storage_servers import Postgres, has_postgres
+from tests.storage_servers import Postgres, has_postgres
 
 START = 1.7e9
 

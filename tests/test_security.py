@@ -9,7 +9,6 @@ import base64
 import contextlib
 import dataclasses
 import functools
-import io
 import logging
 import os
 import pickle
@@ -26,7 +25,6 @@ import optuna
 import pytest
 
 import optuna_fleet
-from optuna_fleet import FleetExecutor
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.executor.fleet import listener
 from optuna_fleet.pipeline import SharedPipeline
@@ -439,57 +437,3 @@ def other_user_knocks(name: str) -> None:
         "except ConnectionResetError: print(0)"
     )
     assert as_other_user(script, name[1:]) == ["0"]
-
-
-# -- the study's journal file --------------------------------------------------------------------
-
-
-@pytest.fixture
-def umask() -> Iterator[None]:
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
-def journal_study(path: Path) -> optuna.Study:
-    backend = optuna.storages.journal.JournalFileBackend(str(path))
-    return optuna.create_study(storage=optuna.storages.JournalStorage(backend))
-
-
-def one_trial(trial: Any) -> float:
-    return 0.0
-
-
-@pytest.mark.usefixtures("umask")
-@pytest.mark.parametrize(("mode", "then"), [(None, 0o600), (0o660, 0o660), (0o640, 0o640)])
-def test_a_journal_file_whose_mode_nobody_chose_is_made_private(
-    mode: int | None, then: int, tmp_path: Path, log: io.StringIO
-) -> None:
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    path = tmp_path / "study.log"
-    study = journal_study(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    if mode is not None:
-        path.chmod(mode)
-    for _ in range(2):
-        study.optimize(one_trial, n_trials=1, executor=FleetExecutor(cluster="inline"))
-    assert len(study.trials) == 2
-    assert stat.S_IMODE(path.stat().st_mode) == then
-    assert log.getvalue().count("chmod 660") == (1 if mode is None else 0)
-
-
-@pytest.mark.usefixtures("umask")
-def test_a_journal_file_of_a_group_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = journal_study(tmp_path / "study.log")
-    monkeypatch.setattr(os, "getegid", lambda: (tmp_path / "study.log").stat().st_gid + 1)
-    study.optimize(one_trial, n_trials=1, executor=FleetExecutor(cluster="inline"))
-    assert stat.S_IMODE((tmp_path / "study.log").stat().st_mode) == 0o644
-
-
-@pytest.mark.usefixtures("umask")
-def test_storages_without_a_journal_file_are_left_alone(tmp_path: Path) -> None:
-    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
-    study.optimize(one_trial, n_trials=1, executor=FleetExecutor(cluster="inline"))
-    assert stat.S_IMODE((tmp_path / "study.db").stat().st_mode) == 0o644

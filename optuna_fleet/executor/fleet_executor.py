@@ -254,7 +254,6 @@ class FleetExecutor:
             study,
             storage_patience_s=self._options.limits.storage_patience_s,
             folder=StudyFolder(root, study.study_name) if root and is_recorded else None,
-            lock=lock,
             digest=digest_of(func) if is_recorded else None,
             **arguments,
         )

@@ -68,7 +68,8 @@ class FleetRunner:
         checkpoints = options.checkpoints
         folder = runtime.folder_of(loop.study.study_name)
         num_kept = 0 if loop.folder is None else checkpoints.keep
-        retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
+        kept = folder, num_kept, checkpoints.max_bytes
+        retention = CheckpointRetention(loop.study, *kept, loop.patiently)
         findings = self._findings_of(func, loop)
         parts = Parts(
             *(runtime, loop.ledger, loop.proposals, job, retention, findings), began=began

@@ -572,7 +572,6 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     answers: list[AfterEpoch] = []
     parts: Any = SimpleNamespace(
         saves=Saves(0.0, {}, lambda run: None),
-        proposals=SimpleNamespace(keep_record=lambda: None),
         calls=SimpleNamespace(answer_epoch=lambda run, answer: answers.append(answer)),
         runs={1: run},
         outcomes=None,

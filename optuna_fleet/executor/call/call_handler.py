@@ -118,17 +118,11 @@ class CallHandler:
         return (self._sampler,) if self._sampler is not None and self._sampler.is_busy else ()
 
     def go_on(self) -> bool:
-        """Answer the trial that the sampler has thought for, if so, and then those in line.
-
-        Raises:
-            StorageLostError: That was what the sampler met with.
-        """
+        """Answer the trial that the sampler has thought for, if so, and then those in line."""
         if self._sampler is None or not self._sampler.is_done:
             return False
         error = self._sampler.take()
         run, call = self._waiting.popleft()
-        if isinstance(error, StorageLostError):
-            raise error
         failed = None if error is None else call.reply(error=pack_error(error))
         self._answer(run, call, failed or self._carried_out(run, call))
         self._suggest()

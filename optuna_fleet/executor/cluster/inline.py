@@ -188,7 +188,6 @@ class _InlineSession(Session):
     def send(self, message: Any) -> None:
         """Have it answered at once, and see whether it is time for a record."""
         if isinstance(message, DataRequested):
-            self._proposals.note_defined(self.run.number)
             self._log.defined(self.run.number, message.model)
         if isinstance(message, RankCall | Remark):
             self._take(message)

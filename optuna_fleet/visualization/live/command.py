@@ -17,7 +17,7 @@ import optuna
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.files import replacing
-from optuna_fleet.sampler_bridge.retrying_storage import in_words
+from optuna_fleet.sampler_bridge.patience import in_words
 from optuna_fleet.visualization.live.page import page
 from optuna_fleet.visualization.live.snapshot import Snapshot
 from optuna_fleet.visualization.live.storage import open_study

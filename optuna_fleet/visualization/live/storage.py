@@ -11,7 +11,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.sampler_bridge.retrying_storage import in_words
+from optuna_fleet.sampler_bridge.patience import in_words
 
 _MAGIC = b"SQLite format 3\0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -10,26 +11,19 @@ import random
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import text
-from sqlalchemy.exc import OperationalError
 
-from optuna_fleet import FleetConfigError, Limits, StorageLostError
-from optuna_fleet.sampler_bridge import retrying_storage
-from optuna_fleet.sampler_bridge.retrying_storage import (
-    RetryingStorage,
-    is_gone,
-    retry_storage,
-    stop_retrying,
-)
-from tests.executor.storage_servers import Postgres, Proxy
+from optuna_fleet import FleetConfigError, FleetExecutor, Limits, StorageLostError
+from tests.behaviour.harness import Leg
 from tests.nursery import Nursery
+from tests.storage_servers import Postgres, Proxy
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
@@ -161,7 +155,6 @@ def test_the_same_records_in_every_storage(
     study = new_study(storages.new(kind))
     fleet.optimize(study, objective, catch=ZeroDivisionError)
     assert records(study) == expected
-    assert type(study._storage) is not RetryingStorage
 
 
 # -- two drivers ---------------------------------------------------------------------------------
@@ -169,7 +162,7 @@ def test_the_same_records_in_every_storage(
 DRIVER = """
 import json, sys, optuna, warnings
 from optuna_fleet import FleetExecutor
-from tests.executor.test_storages import storage_at, whose
+from tests.behaviour.test_storages import storage_at, whose
 
 warnings.simplefilter("ignore")
 study = optuna.load_study(study_name="shared", storage=storage_at(json.loads(sys.argv[1])))
@@ -273,13 +266,6 @@ def after_trial(
     return callback
 
 
-@pytest.mark.parametrize(
-    ("words", "gone"), [("database is locked", True), ("no such table: trials", False)]
-)
-def test_what_no_waiting_helps_is_not_waited_for(words: str, gone: bool) -> None:
-    assert is_gone(OperationalError("select", None, Exception(words))) is gone
-
-
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_storage_that_comes_back_is_gone_on_with(
     kind: str, storages: Storages, fleet: Any, expected: Any, when_gone: Any
@@ -295,71 +281,20 @@ def test_a_storage_that_comes_back_is_gone_on_with(
     assert ended.startswith("The study's storage is back after ")
 
 
-def test_a_connection_that_is_lost_while_trials_are_read_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Optuna takes that for too long a query, and asks shorter ones on what is lost."""
-    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
-    study = optuna.create_study(storage=storage)
-    study.add_trial(optuna.create_trial(value=1.0))
-    dialect, lost = storage.engine.dialect, list[str]()
-    execute = dialect.do_execute
-
-    def lost_once(cursor: Any, statement: str, *rest: Any) -> None:
-        if "FROM trial_params" in statement and not lost:
-            lost.append(statement)
-            raise sqlite3.OperationalError("server closed the connection unexpectedly")
-        execute(cursor, statement, *rest)
-
-    monkeypatch.setattr(dialect, "do_execute", lost_once)
-    monkeypatch.setattr(dialect, "is_disconnect", lambda *_: True)
-    patient: Any = RetryingStorage(storage, 60)
-    assert [trial.value for trial in patient.get_all_trials(study._study_id)] == [1.0]
-    assert lost
-    storage.engine.dispose()
-
-
-def test_a_proxy_that_was_started_anew_takes_parameters_of_trials_under_way(
-    tmp_path: Path,
-) -> None:
-    """What Optuna's has before a database tells KeyError of trials that it has not read."""
-    url = f"sqlite:///{tmp_path}/study.db"
-    study = optuna.create_study(storage=url)
-    trial, anew = study.ask(), optuna.storages.get_storage(url)
-    patient: Any = RetryingStorage(anew, 60, study._study_id)
-    distribution = optuna.distributions.FloatDistribution(0, 1)
-    patient.set_trial_param(trial._trial_id, "x", 0.5, distribution)
-    assert study.trials[0].params == {"x": 0.5}
-    with pytest.raises(KeyError):
-        patient.set_trial_param(trial._trial_id + 1, "x", 0.5, distribution)
-
-
-def test_a_call_that_ends_leaves_patience_to_those_of_other_threads(storages: Storages) -> None:
-    study = optuna.create_study(storage=storages.new("sqlite"))
-    itself = study._storage
-    for _ in range(2):
-        retry_storage(study, 60)
-    stop_retrying(study)
-    assert type(study._storage) is RetryingStorage
-    stop_retrying(study)
-    assert study._storage is itself
-
-
-def test_patience_has_an_end(
-    storages: Storages, fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_patience_has_an_end(storages: Storages) -> None:
     study = new_study(storages.new("journal"))
-    options = replace(fleet._options, limits=Limits(storage_patience_s=0.3))
-    monkeypatch.setattr(fleet, "_options", options)
     leave = after_trial(2, storages.leave)
-    with pytest.raises(StorageLostError, match=r"0.3 s.*storage_patience_s.*FileNotFoundError"):
-        fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])
-    storages.come_back()
-    assert study.trials[2].state.is_finished()
-    unfinished = [trial for trial in study.trials if not trial.state.is_finished()]
-    assert all(trial.state is TrialState.RUNNING for trial in unfinished)
-    other = optuna.create_study()
-    fleet.optimize(other, lambda trial: trial.number, 4)  # the trainers are free
+    with FleetExecutor(devices=2, limits=Limits(storage_patience_s=0.3)) as fleet:
+        with pytest.raises(
+            StorageLostError, match=r"0.3 s.*storage_patience_s.*FileNotFoundError"
+        ):
+            fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])
+        storages.come_back()
+        assert study.trials[2].state.is_finished()
+        unfinished = [trial for trial in study.trials if not trial.state.is_finished()]
+        assert all(trial.state is TrialState.RUNNING for trial in unfinished)
+        other = optuna.create_study()
+        fleet.optimize(other, lambda trial: trial.number, 4)  # the trainers are free
     assert len(other.trials) == 4
 
 
@@ -372,52 +307,29 @@ def test_ctrl_c_ends_the_waiting(storages: Storages, fleet: Any, when_gone: Any)
     storages.come_back()
 
 
-class Interrupted:
-    """A storage in which Ctrl-C strikes when a transaction has written and not yet ended."""
-
-    def __init__(self, storage: optuna.storages.RDBStorage) -> None:
-        self._storage = storage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def set_study_user_attr(self, *_: Any) -> None:
-        self._storage.scoped_session().execute(text("UPDATE studies SET study_name = 'x'"))
-        raise KeyboardInterrupt
-
-
-def test_ctrl_c_in_a_transaction_does_not_keep_others_out(tmp_path: Path) -> None:
-    path = f"sqlite:///{tmp_path}/study.db"
-    at_once = {"connect_args": {"timeout": 0}}
-    storage = optuna.storages.RDBStorage(path, engine_kwargs=at_once)
-    study = optuna.create_study(storage=storage)
-    patient: Any = RetryingStorage(Interrupted(storage), 60)  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt):
-        patient.set_study_user_attr(study._study_id, "a", 1)
-    another = optuna.storages.RDBStorage(path, engine_kwargs=at_once)
-    another.set_study_user_attr(study._study_id, "b", 2)  # or "database is locked"
-    assert study.user_attrs == {"b": 2}
-
-
-def test_ctrl_c_in_a_query_does_not_keep_us_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_in_a_query_keeps_nobody_out(
+    tmp_path: Path, fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = {"connect_args": {"timeout": 0}}
-    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db", engine_kwargs=at_once)
-    study, _ = optuna.create_study(storage=storage), optuna.create_study(storage=storage)
-    execute = storage.engine.dialect.do_execute
+    url, at_once = f"sqlite:///{tmp_path}/study.db", {"connect_args": {"timeout": 0}}
+    storage = optuna.storages.RDBStorage(url, engine_kwargs=at_once)
+    study = optuna.create_study(storage=storage)
+    execute, armed = storage.engine.dialect.do_execute, list[bool]()
 
     def interrupted(*query: Any) -> None:
         execute(*query)
-        raise KeyboardInterrupt
+        if armed and armed.pop():
+            raise KeyboardInterrupt
 
-    patient: Any = RetryingStorage(storage, 60)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.engine.dialect, "do_execute", interrupted)
-        with pytest.raises(KeyboardInterrupt) as _kept:
-            patient.get_all_studies()
-    study.set_user_attr("b", 2)  # or "database is locked"
-    assert study.user_attrs == {"b": 2}
+    monkeypatch.setattr(storage.engine.dialect, "do_execute", interrupted)
+    interrupt = after_trial(1, lambda: armed.append(True))
+    with pytest.raises(KeyboardInterrupt) as _kept:
+        fleet.optimize(study, lambda trial: trial.number, 500, callbacks=[interrupt])
+    assert len(study.trials) < 500
+    assert all(trial.state.is_finished() for trial in study.trials)
+    another = optuna.storages.RDBStorage(url, engine_kwargs=at_once)
+    optuna.load_study(study_name=study.study_name, storage=another).set_user_attr("b", 2)
+    for each in (storage, another):
+        each.engine.dispose()
 
 
 def test_an_error_of_the_call_itself_is_not_waited_for(storages: Storages, fleet: Any) -> None:
@@ -436,14 +348,29 @@ def test_patience_must_be_a_number() -> None:
         Limits(storage_patience_s=-1)
 
 
-# -- whatever went through unheard is not done again ---------------------------------------------
+@pytest.mark.parametrize("words", ["no such table: trials", "malformed"])
+def test_what_no_waiting_helps_is_not_waited_for(
+    words: str, tmp_path: Path, fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
+    study = optuna.create_study(storage=storage)
+
+    def broken(*_: Any) -> None:
+        raise sqlite3.OperationalError(words)
+
+    with monkeypatch.context() as patch:
+        ends = after_trial(0, lambda: patch.setattr(storage.engine.dialect, "do_execute", broken))
+        with pytest.raises(optuna.exceptions.StorageInternalError):
+            fleet.optimize(study, lambda trial: 0.0, 9, callbacks=[ends])
+    storage.engine.dispose()
 
 
-class Unheard:
-    """A storage whose calls fail at random, half of them after they have gone through."""
+class Flaky:
+    """A storage whose calls fail at random, if armed, before they have gone through."""
 
-    def __init__(self, storage: Any, seed: int, rate: float = 0.5) -> None:
-        self._storage, self._random, self._rate = storage, random.Random(seed), rate
+    def __init__(self, storage: Any, seed: int) -> None:
+        self._storage, self._random = storage, random.Random(seed)
+        self.armed = False
         self.failures = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -452,96 +379,50 @@ class Unheard:
             return attribute
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            failing = self._random.random() < self._rate
-            if failing and self._random.random() < 0.5:
-                self.fail()
-            result = attribute(*args, **kwargs)
-            return self.fail() if failing else result
+            if self.armed and self._random.random() < 0.1:
+                self.failures += 1
+                raise ConnectionResetError("nobody there")
+            return attribute(*args, **kwargs)
 
         return call
 
-    def fail(self) -> None:
-        self.failures += 1
-        raise ConnectionResetError("the answer was lost")
-
 
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_nothing_is_lost_or_done_twice(
-    kind: str, storages: Storages, fleet: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retrying_storage, "_FIRST_PAUSE_S", 1e-4)
-    monkeypatch.setattr(retrying_storage, "_LONGEST_PAUSE_S", 1e-4)
-    study = new_study(storages.new(kind))
-    queue = {"x": 3, "kind": "a"}, {"x": 0, "kind": "b"}
-    plain = new_study(None)
-    for params in queue:
-        study.enqueue_trial(params)
-        plain.enqueue_trial(params)
+def test_nothing_is_lost_or_done_twice(kind: str, storages: Storages, fleet: Any) -> None:
+    flaky = Flaky(storages.new(kind), seed=1)
+    study, plain = new_study(flaky), new_study(None)
+    for each in (study, plain):
+        each.enqueue_trial({"x": 3, "kind": "a"})
     plain.optimize(objective, catch=ZeroDivisionError)
-    unheard = Unheard(study._storage, seed=1)
-    study._storage = unheard  # type: ignore[assignment]
+    flaky.armed = True
     fleet.optimize(study, objective, catch=ZeroDivisionError)
-    study._storage = unheard._storage
-    assert unheard.failures > 50
+    flaky.armed = False
+    assert flaky.failures > 5
     assert records(study) == records(plain)
 
 
-def test_a_call_that_always_fails_has_an_end_though_others_succeed(storages: Storages) -> None:
-    storage = optuna.create_study(storage=storages.new("sqlite"))._storage
-    patient: Any = RetryingStorage(Unheard(storage, seed=0, rate=0.0), 0.3)  # type: ignore[arg-type]
-    study_id = storage.get_all_studies()[0]._study_id
-
-    def fail(*args: Any) -> None:
-        patient.get_all_trials(study_id)
-        raise ConnectionResetError("always")
-
-    storage.set_study_user_attr = fail  # type: ignore[method-assign]
-    with pytest.raises(StorageLostError, match=r"gone for 0.3 s.*always"):
-        patient.set_study_user_attr(study_id, "x", 1)
-    with pytest.raises(StorageLostError, match=r"gone for 0.3 s.*always"):  # and so it stays
-        patient.get_all_trials(study_id)
-
-
-def test_a_trial_is_returned_once(storages: Storages) -> None:
-    """Unheard, it is in the queue, from where another process takes it before it is retried."""
-    storage = optuna.create_study(storage=storages.new("sqlite"))._storage
-    study_id = storage.get_all_studies()[0]._study_id
-    trial_id = storage.create_new_trial(study_id)
-
-    class TakenByAnother(Unheard):
-        def fail(self) -> None:
-            if not self.failures:
-                storage.set_trial_state_values(trial_id, TrialState.RUNNING)
-            super().fail()
-
-    class Once(random.Random):
-        def random(self) -> float:
-            return next(draws, 1.0)
-
-    draws = iter([1.0, 0.0, 1.0])  # the second call fails, after it has gone through
-    unheard = TakenByAnother(storage, seed=0)
-    unheard._random = Once()
-    RetryingStorage(unheard, 60).set_trial_state_values(trial_id, TrialState.WAITING)  # type: ignore[arg-type]
-    assert unheard.failures == 1
-    assert storage.get_trial(trial_id).state is TrialState.RUNNING
-
-
-def test_a_trial_whose_heartbeat_was_not_recorded_is_not_stale_to_its_own_driver(
-    tmp_path: Path,
+def test_a_trial_is_not_stale_to_the_driver_that_could_not_record_its_heartbeat(
+    tmp_path: Path, fleet: Any
 ) -> None:
     storage = optuna.storages.RDBStorage(
-        f"sqlite:///{tmp_path}/study.db", heartbeat_interval=60, grace_period=60
+        f"sqlite:///{tmp_path}/study.db", heartbeat_interval=1, grace_period=1
     )
     study = optuna.create_study(storage=storage)
-    mine, other = (storage.create_new_trial(study._study_id) for _ in range(2))
-    patient: Any = RetryingStorage(study._storage, 60)
-    patient.record_heartbeat(mine)
-    storage.record_heartbeat(other)
-    with sqlite3.connect(tmp_path / "study.db") as connection:
-        connection.execute("update trial_heartbeats set heartbeat = '2000-01-01 00:00:00'")
-    connection.close()
-    assert sorted(storage._get_stale_trial_ids(study._study_id)) == [mine, other]
-    assert patient._get_stale_trial_ids(study._study_id) == [other]
-    patient.set_trial_state_values(mine, TrialState.FAIL)
-    assert patient._get_stale_trial_ids(study._study_id) == [other]
+
+    def waits(trial: Any) -> float:
+        until(lambda: trial.number > 0 or len(trial.study.trials) == 3)
+        return 0.0
+
+    def is_old() -> bool:
+        with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as beats:
+            old = "heartbeat < datetime('now', '-2 seconds') and trial_id = 1"
+            return beats.execute(f"select 1 from trial_heartbeats where {old}").fetchone() == (1,)
+
+    def fall_silent() -> None:
+        with mock.patch.object(storage, "record_heartbeat", side_effect=ConnectionResetError):
+            until(is_old)
+
+    fleet.script = {number: [Leg((int(number > 0),))] for number in range(3)}
+    fleet.optimize(study, waits, 3, callbacks=[after_trial(1, fall_silent)])
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
     storage.engine.dispose()

@@ -1,13 +1,20 @@
-"""G1: a study optimized on a fleet holds what Optuna would have recorded."""
+"""A study that is optimized on a fleet holds what Optuna would have recorded."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
+import json
 import math
+import multiprocessing
+import os
+import pickle
 import re
+import signal
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +23,13 @@ from unittest import mock
 
 import optuna
 import pytest
+from optuna.artifacts import FileSystemArtifactStore, upload_artifact
+from optuna.storages import InMemoryStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet import FleetConfigError, FleetExecutor
-from optuna_fleet.sampler_bridge.loop import Loop
-from tests.fleets import small_model
+from optuna_fleet import FleetConfigError, FleetExecutor, TrialError
+from tests.behaviour.harness import Leg
+from tests.behaviour.small import small_model
 from tests.waiting import until
 
 COMPLETE, FAIL, PRUNED = TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED
@@ -42,25 +51,6 @@ def storages(tmp_path: Path) -> Iterator[dict[str, Any]]:
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
     yield {"sqlite": rdb, "journal": optuna.storages.JournalStorage(backend), "memory": None}
     rdb.engine.dispose()
-
-
-# -- how many, and when to stop ------------------------------------------------------------------
-
-
-def test_n_trials_counts_the_trials_of_the_call(fleet: Any) -> None:
-    study = optuna.create_study()
-    study.optimize(quadratic, 3, executor=fleet)
-    study.optimize(quadratic, n_trials=4, executor=fleet)
-    study.optimize(quadratic, n_trials=0, executor=fleet)
-    assert states(study) == 7 * [COMPLETE]
-    assert [trial.number for trial in study.trials] == list(range(7))
-
-
-def test_the_executor_can_be_asked_directly(fleet: Any) -> None:
-    study = optuna.create_study()
-    assert fleet.optimize(study, quadratic, 2) is None
-    assert states(study) == 2 * [COMPLETE]
-    assert fleet.summary.trials == {"complete": 2}
 
 
 def outlast(trial: Any) -> float:
@@ -278,16 +268,6 @@ def test_a_fleet_that_starts_slower_than_the_timeout_runs_trials_all_the_same(
     assert len(study.trials) >= 1
 
 
-def test_one_device_gives_the_same_study_as_optuna(narrow: FleetExecutor) -> None:
-    ours, theirs = (
-        optuna.create_study(sampler=optuna.samplers.TPESampler(seed=1)) for _ in range(2)
-    )
-    ours.optimize(quadratic, n_trials=15, executor=narrow)
-    theirs.optimize(quadratic, n_trials=15)
-    assert [t.params for t in ours.trials] == [t.params for t in theirs.trials]
-    assert [t.values for t in ours.trials] == [t.values for t in theirs.trials]
-
-
 def return_by_number(trial: Any, *, values: list[Any]) -> Any:
     return values[trial.number]
 
@@ -330,6 +310,21 @@ def test_tensors_and_arrays_of_one_element_are_values(fleet: Any) -> None:
     assert [trial.value for trial in study.trials] == [1.5, 2.5, 0.5, 3.0]
 
 
+def two_values(trial: Any) -> tuple[float, float]:
+    x = trial.suggest_float("x", 0, 1)
+    if trial.number == 1:
+        with pytest.raises(NotImplementedError):
+            trial.report(x, 0)
+    return x, 1 - x
+
+
+def test_multi_objective(fleet: Any) -> None:
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    study.optimize(two_values, n_trials=4, executor=fleet)
+    assert states(study) == 4 * [COMPLETE]
+    assert all(trial.values[0] + trial.values[1] == pytest.approx(1) for trial in study.trials)
+
+
 def prune_or_not(trial: Any) -> float:
     trial.report(0.25, 0)
     trial.report(float("nan") if trial.number == 1 else 0.5, 1)
@@ -358,16 +353,6 @@ def test_enqueued_trials_come_first_and_count(fleet: Any) -> None:
     assert len(study.trials) == 3
     assert [trial.value for trial in study.trials[:2]] == [1.0, 4.0]
     assert study.trials[0].user_attrs == {"mine": True}
-
-
-def test_progress_bar(fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    study = optuna.create_study()
-    study.optimize(quadratic, n_trials=5, show_progress_bar=True, executor=fleet)
-    err = capsys.readouterr().err
-    assert "5/5" in err
-    assert "100%" in err
-    assert "Best trial" in err
-    assert "0 trials" not in err
 
 
 def test_log_lines(fleet: Any, log: io.StringIO) -> None:
@@ -450,61 +435,9 @@ def test_heartbeats_are_recorded_while_a_trial_runs(fleet: Any, tmp_path: Path) 
     objective = functools.partial(wait_for, file=tmp_path / "beaten")
     with mock.patch.object(kind, "record_heartbeat", beat):
         study.optimize(objective, n_trials=1, executor=fleet)
-    assert set(beaten) == {study.trials[0]._trial_id}
+    assert len(set(beaten)) == 1
     assert states(study) == [COMPLETE]
     storage.engine.dispose()
-
-
-# -- proposals -----------------------------------------------------------------------------------
-
-
-def loop_of(study: optuna.Study, **options: Any) -> Loop:
-    given: dict[str, Any] = {
-        "n_trials": None,
-        "timeout": None,
-        "catch": (),
-        "callbacks": None,
-        "gc_after_trial": False,
-        "show_progress_bar": False,
-    }
-    return Loop(study, **{**given, **options})
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "journal", "memory"])
-def test_a_proposal_given_back_waits_with_its_parameters(
-    storages: dict[str, Any], kind: str
-) -> None:
-    study = optuna.create_study(storage=storages[kind])
-    with loop_of(study, n_trials=1) as loop:
-        number = loop.proposals.ask()
-        assert number == 0
-        x = loop.proposals[number].suggest_float("x", 0, 1)
-        assert loop.proposals.ask() is None  # the budget is spent
-        loop.proposals.return_to_queue(number)
-        assert states(study) == [WAITING]
-        assert loop.proposals.unfinished() == []
-        assert loop.proposals.ask() == number  # it does not count
-        assert loop.proposals[number].suggest_float("x", 0, 1) == x
-        loop.proposals.return_to_queue(number)
-    study.optimize(quadratic_in_unit, n_trials=1)
-    assert study.trials[0].params == {"x": x}
-
-
-def quadratic_in_unit(trial: Any) -> float:
-    return float(trial.suggest_float("x", 0, 1)) ** 2
-
-
-def test_nothing_is_asked_after_stop_or_timeout() -> None:
-    study = optuna.create_study()
-    with loop_of(study) as loop:
-        study.stop()
-        assert loop.proposals.ask() is None
-    with loop_of(study, timeout=0.0) as loop:
-        assert loop.proposals.ask() is None
-    with loop_of(study) as loop:
-        loop.proposals.stop()
-        assert loop.proposals.ask() is None
-    assert not study.trials
 
 
 # -- one executor, many calls --------------------------------------------------------------------
@@ -609,8 +542,6 @@ if __name__ == "__main__":
 
 
 def test_objectives_of_a_script(tmp_path: Path) -> None:
-    import json
-
     path = tmp_path / "script.py"
     path.write_text(MAIN)
     done = subprocess.run(
@@ -628,3 +559,308 @@ def test_objectives_of_a_script(tmp_path: Path) -> None:
         "torch here": False,
     }
     assert done.stderr == ""
+
+
+def unit(trial: Any) -> float:
+    return float(trial.suggest_float("x", 0, 1))
+
+
+@pytest.fixture
+def beating(tmp_path: Path) -> Iterator[RDBStorage]:
+    """A storage with heartbeats, whose stale trials are tried again."""
+    with pytest.warns(optuna.exceptions.ExperimentalWarning):
+        storage = RDBStorage(
+            f"sqlite:///{tmp_path}/study.db",
+            heartbeat_interval=1,
+            grace_period=2,
+            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+        )
+    yield storage
+    storage.engine.dispose()
+
+
+# -- Ctrl-C, and what is queued -------------------------------------------------------------------
+
+
+def interrupt_driver(trial: Any, *, driver: int, num_trials: int) -> float:
+    """Press Ctrl-C once that many trials have been asked for; never end by itself."""
+    if trial.number == 0:
+        until(lambda: len(trial.study.trials) == num_trials)
+        os.kill(driver, signal.SIGINT)
+    until(lambda: False)
+    return 0.0
+
+
+def test_control_c_fails_the_trials_in_flight(fleet: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=4)
+    told: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(
+            objective,
+            n_trials=9,
+            catch=(Exception,),
+            callbacks=[lambda study, trial: told.append(trial.number)],
+            executor=fleet,
+        )
+    assert states(study) == 4 * [FAIL]
+    assert told == []
+    study.optimize(unit, n_trials=2, executor=fleet)
+    assert states(study)[4:] == 2 * [COMPLETE]
+
+
+def test_control_c_gives_back_the_trials_in_the_queue(fleet: Any, beating: RDBStorage) -> None:
+    study = optuna.create_study(storage=beating)
+    fleet.script = {0: [Leg((0,))], 1: [Leg((0,))]}  # the second waits for the first's device
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=2)
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(objective, n_trials=2, executor=fleet)
+    assert states(study) == [FAIL, WAITING]
+    study.optimize(unit, n_trials=1, executor=fleet)
+    assert states(study) == [FAIL, COMPLETE]
+
+
+@pytest.mark.parametrize(("is_told", "left"), [(False, FAIL), (True, COMPLETE)])
+def test_control_c_while_a_trial_is_told_does_not_leave_it_running(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, log: io.StringIO, is_told: bool, left: TrialState
+) -> None:
+    tell = InMemoryStorage.set_trial_state_values
+
+    def interrupted(self: Any, trial_id: int, state: TrialState, values: Any = None) -> None:
+        if state is FAIL or is_told:
+            tell(self, trial_id, state, values)
+        if state is COMPLETE:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(InMemoryStorage, "set_trial_state_values", interrupted)
+    study = optuna.create_study()
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(unit, n_trials=1, executor=fleet)
+    assert states(study) == [left]
+    assert "could not be told" not in log.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_c_is_not_lost_where_python_drops_it(fleet: Any) -> None:
+    study = optuna.create_study()
+
+    def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:
+        cursor = mock.Mock()
+        reference = weakref.ref(cursor, lambda _: signal.raise_signal(signal.SIGINT))
+        del cursor
+        assert reference() is None
+
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(unit, n_trials=20, callbacks=[interrupt], executor=fleet)
+    assert len(study.trials) < 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def leave(trial: Any, *, kind: type[BaseException]) -> float:
+    raise kind(3)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_end_in_the_objective_is_never_swallowed(fleet: Any, kind: type[BaseException]) -> None:
+    study, objective = optuna.create_study(), functools.partial(leave, kind=kind)
+    with pytest.raises(kind):
+        study.optimize(objective, n_trials=1, catch=(Exception,), executor=fleet)
+    assert states(study) == [FAIL]  # Optuna leaves it RUNNING for ever at a `SystemExit`
+
+
+# -- processes that live on -----------------------------------------------------------------------
+
+
+def import_helper(trial: Any) -> float:
+    import edited_helper  # type: ignore[import-not-found]
+
+    return float(edited_helper.VALUE)
+
+
+def test_an_edited_module_is_seen_once_the_executor_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    study, helper = optuna.create_study(), tmp_path / "edited_helper.py"
+    with FleetExecutor(devices=1, device_type="cpu") as executor:
+        for content in ("VALUE = 1", "VALUE = 1000"):  # lengths by which Python tells them apart
+            helper.write_text(content)
+            study.optimize(import_helper, n_trials=1, executor=executor)
+        executor.close()
+        study.optimize(import_helper, n_trials=1, executor=executor)
+    assert [trial.value for trial in study.trials] == [1, 1, 1000]
+
+
+def test_a_stale_trial_is_tried_again(fleet: Any, beating: RDBStorage) -> None:
+    study = optuna.create_study(storage=beating)
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        lost = study.ask()
+    x = lost.suggest_float("x", 0, 1)
+    study_id = beating.get_study_id_from_name(study.study_name)
+    lost_id = beating.get_trial_id_from_study_id_trial_number(study_id, lost.number)
+    with mock.patch.object(beating, "_get_stale_trial_ids", side_effect=[[lost_id], []]):
+        study.optimize(unit, n_trials=1, executor=fleet)
+    assert states(study) == [FAIL, COMPLETE]
+    assert study.trials[1].params == {"x": x}
+    assert study.trials[1].system_attrs["failed_trial"] == 0
+
+
+# -- studies --------------------------------------------------------------------------------------
+
+
+def optimize_another(trial: Any) -> float:
+    other = optuna.create_study(sampler=optuna.samplers.RandomSampler())
+    other.enqueue_trial({"x": trial.suggest_float("start", 0, 1)})
+    other.optimize(unit, n_trials=3)
+    assert trial.study.study_name != other.study_name
+    return other.trials[0].value
+
+
+def test_another_study_may_be_optimized_in_an_objective(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(optimize_another, n_trials=3, executor=fleet)
+    assert states(study) == 3 * [COMPLETE]
+    assert all(trial.value == trial.params["start"] for trial in study.trials)
+
+
+def test_a_stop_is_over_with_its_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(unit, callbacks=[lambda study, trial: study.stop()], executor=fleet)
+    before = len(study.trials)
+    study.optimize(unit, n_trials=5, executor=fleet)
+    assert len(study.trials) == before + 5
+    with pytest.raises(RuntimeError, match=r"`Study.stop`"):
+        study.stop()
+
+
+def test_a_study_can_be_pickled_before_after_and_in_a_callback(fleet: Any) -> None:
+    study = optuna.create_study()
+    pickled: list[bytes] = []
+
+    def dump(study: optuna.Study, trial: FrozenTrial) -> None:
+        pickled.append(pickle.dumps(study))
+
+    for given in (dump, None):
+        study = pickle.loads(pickle.dumps(study))
+        study.optimize(unit, n_trials=2, callbacks=given and [given], executor=fleet)
+    assert states(study) == 4 * [COMPLETE]
+    copy = pickle.loads(pickled[-1])
+    assert states(copy) == 2 * [COMPLETE]
+    copy.optimize(unit, n_trials=1, executor=fleet)
+    assert len(copy.trials) == 3
+    assert len(study.trials) == 4
+
+
+def test_a_study_is_not_optimized_within_its_own_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    inline = FleetExecutor(cluster="inline")
+
+    def again(study: optuna.Study, trial: FrozenTrial) -> None:
+        study.optimize(unit, n_trials=1, executor=inline)
+
+    with pytest.raises(RuntimeError, match="Nested invocation"):
+        study.optimize(unit, n_trials=1, callbacks=[again], executor=fleet)
+    assert states(study) == [COMPLETE]
+    study.optimize(unit, n_trials=1, executor=inline)
+
+
+def test_an_executor_serves_one_call_at_a_time(fleet: Any) -> None:
+    other = optuna.create_study()
+
+    def meddle(study: optuna.Study, trial: FrozenTrial) -> None:
+        other.optimize(unit, n_trials=1, executor=fleet)
+
+    with pytest.raises(RuntimeError, match="already optimizing"):
+        optuna.create_study().optimize(unit, n_trials=1, callbacks=[meddle], executor=fleet)
+    assert not other.trials
+    other.optimize(unit, n_trials=1, executor=fleet)
+    assert states(other) == [COMPLETE]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_an_executor_starts_processes_of_its_own_in_a_fork(log: io.StringIO) -> None:
+    study = optuna.create_study()
+    with FleetExecutor(devices=1) as executor:
+        study.optimize(unit, n_trials=1, executor=executor)
+        fork = multiprocessing.get_context("fork").Process
+        child = fork(target=executor.optimize, args=(study, unit, 1))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        study.optimize(unit, n_trials=1, executor=executor)
+    assert states(study) == 2 * [COMPLETE]
+    assert "lost" not in log.getvalue()  # the agent of this process
+
+
+def test_an_executor_is_not_closed_in_a_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(RuntimeError, match=r"end that with `study.stop\(\)`"):
+        study.optimize(unit, n_trials=1, callbacks=[lambda *_: fleet.close()], executor=fleet)
+    assert states(study) == [COMPLETE]
+
+
+def use_the_study(trial: Any, *, store: FileSystemArtifactStore, path: Path) -> float:
+    study = trial.study
+    assert isinstance(study, optuna.Study)
+    assert isinstance(trial.storage, optuna.storages.BaseStorage)
+    upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=study)
+    study.add_trial(optuna.create_trial(value=-1.0))
+    assert study.best_trial.value == -1.0
+    assert len(optuna.visualization.plot_optimization_history(study).data) > 0
+    with pytest.raises(AttributeError, match="`sampler` can't be set in an objective"):
+        study.sampler = optuna.samplers.RandomSampler()
+    with pytest.raises(TrialError, match="a trial can't leave the driver"):
+        study.ask()  # it would be a trial of a copy of the study
+    for save in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TrialError, match="do so in a callback"):
+            save(study)
+    return 0.0
+
+
+def test_the_study_in_an_objective_is_the_drivers(fleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = FileSystemArtifactStore(tmp_path)
+    study = optuna.create_study()
+    objective = functools.partial(use_the_study, store=store, path=tmp_path / "file")
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert states(study) == 2 * [COMPLETE]
+    assert len(optuna.artifacts.get_all_artifact_meta(study)) == 1
+
+
+def with_constraint(trial: Any) -> float:
+    trial.set_constraint("at least 2", 2.0 - trial.number)
+    return float(trial.number)
+
+
+def test_constraints_decide_what_is_best(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(with_constraint, n_trials=5, executor=fleet)
+    assert [trial.constraints["at least 2"] for trial in study.trials] == [2, 1, 0, -1, -2]
+    assert study.best_trial.number == 2
+
+
+def break_rules(trial: Any) -> float:
+    """Optuna's own errors arrive where the rule is broken, with their types."""
+    trial.suggest_float("x", 0, 1)
+    with pytest.raises(ValueError, match="Cannot set different distribution kind"):
+        trial.suggest_categorical("x", [1, 2])
+    with pytest.raises(ValueError, match="low <= high"):
+        trial.suggest_float("y", 1, 0)
+    with pytest.raises(ValueError, match="negative"):
+        trial.report(1.0, -1)
+    with pytest.raises(TypeError):
+        trial.report("high", 1)
+    assert trial.relative_search_space is not None  # it is there once something was suggested
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        trial.no_such  # noqa: B018
+    trial.report(1.0, 3)
+    trial.report(2.0, 3)
+    return 0.0
+
+
+def test_a_trial_objects_as_optunas_does(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.warns(UserWarning, match="`step=3` is already reported"):
+        study.optimize(break_rules, n_trials=1, executor=fleet)
+    assert study.trials[0].intermediate_values == {3: 1.0}
+    assert study.trials[0].params.keys() == {"x"}
