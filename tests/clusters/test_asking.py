@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_nobody_waits_for_the_next_look_of_one_that_is_closed(
 
     engine = Noting()
     monkeypatch.setattr(engine, "_prepare", lambda: setattr(engine, "_woken", Closing()))
-    engine.open(INVITATION)
+    engine.open(INVITATION, queue.SimpleQueue())
     assert engine._thread is not None
     engine._thread.join()
     engine.close()
@@ -83,13 +84,13 @@ def test_one_that_is_opened_again_waits_for_what_it_still_does(
 
     monkeypatch.setattr(threading, "Thread", Thread)
     engine = Noting(wait)
-    engine.open(INVITATION)
+    engine.open(INVITATION, queue.SimpleQueue())
     looks.wait()
     monkeypatch.setattr(asking, "_END_LIMIT_S", 0.0)
     engine.close()
     monkeypatch.undo()
     try:
-        engine.open(INVITATION)
+        engine.open(INVITATION, queue.SimpleQueue())
         assert engine.noted[:5] == ["prepare", "look", "stuck", "leave", "prepare"]
     finally:
         answers.set()
@@ -128,7 +129,7 @@ def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
     """It has submitted one pilot."""
     job = PilotJob(agent=("agent",), options=(), logs=tmp_path)
     engine: Any = HarvestEngine(PilotLimits(most=1, renewal_s=0.0), job)
-    engine.open(INVITATION)
+    engine.open(INVITATION, queue.SimpleQueue())
     engine._look()
     yield engine
     engine.close()

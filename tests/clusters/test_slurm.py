@@ -14,7 +14,9 @@ from unittest import mock
 import pytest
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.slurm import allocation, cluster, step
+from optuna_fleet.executor.cluster.slurm import cluster
+from optuna_fleet.executor.cluster.slurm import cluster as allocation
+from optuna_fleet.executor.cluster.slurm import cluster as step
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine, check_allocation
 from optuna_fleet.executor.cluster.slurm.commands import Job, ask_job
 from tests.clusters.hub import AGENT, Hub
