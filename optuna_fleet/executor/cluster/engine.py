@@ -52,7 +52,7 @@ class Engine(Protocol):
     """Places agents on nodes. An agent joins by itself, and ends when its channel closes.
 
     Nothing here blocks for longer than it takes to start or signal a process. An engine of your
-    own is derived from this one, and given to the executor as ``cluster=``.
+    own is derived from this one, and given to one executor as ``cluster=``.
 
     Attributes:
         host: Address that the driver listens on; "" for all.
