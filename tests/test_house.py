@@ -190,14 +190,6 @@ def test_modules_stay_small() -> None:
     assert {m: n for m, n in lengths.items() if n > 400} == {}
 
 
-def test_what_places_agents_stays_smaller() -> None:
-    engines = ("local", "join", "ray", "slurm", "asking", "engine")
-    names = tuple(f"optuna_fleet.executor.cluster.{name}" for name in engines)
-    modules = {m: path for m, path in MODULES.items() if m.startswith(names)}
-    assert len(modules) > len(names)
-    assert {m for m, path in modules.items() if len(path.read_text().splitlines()) >= 200} == set()
-
-
 def test_the_driver_does_not_import_torch() -> None:
     code = "import sys, optuna_fleet; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,12 +18,12 @@ from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.config import NodeSetups
-from optuna_fleet.executor.cluster.engine import Engine, Network
-from optuna_fleet.executor.cluster.protocol import Options
+from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.executor.given import Options
 from optuna_fleet.preflight.findings import Findings, digest
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
@@ -37,21 +37,29 @@ _objective_ids = itertools.count()
 
 
 class FleetRunner:
-    """A `Runner` whose agents and trainers stay up between calls."""
+    """Runs calls on agents and trainers that stay up in between.
+
+    Attributes:
+        makes_checkpoints: Whether calls are recorded, for the same call to go on with.
+        summary: The last call in numbers; None if it broke off.
+    """
 
     makes_checkpoints = True
 
-    def __init__(self, options: Options, engine: Engine, network: Network) -> None:
+    def __init__(self, options: Options, engine: Engine) -> None:
         self.summary: FleetSummary | None = None
         self._options = options
         self._engine = engine
-        self._network = network
         self._runtime: Runtime | None = None
         self._findings: Findings | None = None
         self._setup = packed_setup(options.setup)
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
-        """See `Runner`."""
+        """Run trials until `loop` proposes no more.
+
+        Raises:
+            BaseException: The first failure of a trial that `catch` does not cover.
+        """
         __tracebackhide__ = True
         began = time.monotonic()
         _check_decorators(func)
@@ -119,21 +127,20 @@ class FleetRunner:
                 setup=self._setup,
                 preload=preload or pipeline is not None,
                 stuck_s=options.limits.stuck_s,
-                silence_s=DRIVER_LEASE_S if self._network.has_leases else None,
+                silence_s=DRIVER_LEASE_S if self._engine.has_leases else None,
             )
             self._runtime = Runtime(
                 self._engine,
                 IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,
-                self._network,
                 setups,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close)
         return self._runtime
 
     def close(self) -> None:
-        """See `Runner`."""
+        """End all processes; they start again with the next `run`. May be called again."""
         if self._runtime is not None:
             self._runtime = None
             self._finalizer()

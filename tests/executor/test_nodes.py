@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -241,7 +242,8 @@ def test_a_driver_removes_its_own_invitation_only(
     engines = [JoinEngine(tmp_path / "join") for _ in range(2)]
     address = ("127.0.0.1", 7)
     for number, engine in enumerate(engines):
-        engine.open(Invitation(addresses=(address,), secret=bytes([number] * 32)))
+        invitation = Invitation(addresses=(address,), secret=bytes([number] * 32))
+        engine.open(invitation, queue.SimpleQueue())
     assert caplog.text.count("was there already") == 1
     engines[0].close()
     assert Invitation.read(tmp_path / "join").secret == bytes([1] * 32)

@@ -49,7 +49,7 @@ from optuna_fleet.executor.cluster.config import (
     machine,
     pipeline_setup,
 )
-from optuna_fleet.executor.cluster.engine import Departure, Network
+from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.agents import NOTICE_S
 from optuna_fleet.executor.fleet.nodes import LEASE_S, Nodes, Startup
@@ -86,13 +86,17 @@ DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in ran
 class FakeEngine:
     """Has one node, whose agent ends when it is told to; others may be expected."""
 
+    host, port = "127.0.0.1", 0
+    has_leases = more_may_join = False
+
     def __init__(self) -> None:
         self.nodes = ["here"]
         self.departures: list[Departure] = []
         self.done: list[str] = []
 
-    def open(self, invitation: Any) -> None:
+    def open(self, invitation: Any, inbox: Any) -> None:
         self.done.append("open")
+        inbox.take = self.gone
 
     def expected(self) -> list[str]:
         return self.nodes
@@ -100,9 +104,6 @@ class FakeEngine:
     def gone(self) -> list[Departure]:
         departures, self.departures = self.departures, []
         return departures
-
-    def readables(self) -> list[Any]:
-        return []
 
     def want(self, nodes: int | None) -> None:
         self.done.append(f"want {nodes}")
@@ -162,9 +163,9 @@ class FakeHub:
 
 
 def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
+    engine.has_leases = has_leases
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    network = Network(has_leases=has_leases)
-    return Runtime(engine, allocator, folder, Limits(), network, NodeSetups())
+    return Runtime(engine, allocator, folder, Limits(), NodeSetups())
 
 
 @pytest.fixture

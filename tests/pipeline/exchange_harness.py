@@ -11,7 +11,6 @@ from typing import Any
 
 from pipeline_harness import Agent, Forked
 
-from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Peers
@@ -47,7 +46,6 @@ class Node(Agent):
                 selector=loop.selector,
                 close_inherited=loop.server.close_in_child,
                 say=lambda message: say.send(pickle.dumps((loop.sharing.pid, message.peer))),
-                backoff=Backoff(),
             )
             sharing.start()
             return sharing

@@ -34,8 +34,6 @@ class CallHandler:
 
     Args:
         send: Sends an answer to the trial on a device.
-        in_process: The trial is in this process: it gets errors as they were raised, and nobody
-            else has to wait for a slow sampler.
     """
 
     def __init__(
@@ -43,11 +41,8 @@ class CallHandler:
         send: Callable[[int, Any], None],
         ledger: Ledger,
         retention: CheckpointRetention,
-        *,
-        in_process: bool = False,
     ) -> None:
         self._send = send
-        self._in_process = in_process
         self._ledger = ledger
         self._retention = retention
         self._told: set[str] = set()  # what remarks were about
@@ -109,7 +104,6 @@ class CallHandler:
             began = time.monotonic()
             self._answer(run, call, self._carried_out(run, call))
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
-            is_slow = is_slow and not self._in_process
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
 
@@ -165,6 +159,4 @@ class CallHandler:
         except StorageLostError:  # no matter of this trial's
             raise
         except Exception as error:
-            if self._in_process:
-                raise
             return call.reply(error=pack_error(error))

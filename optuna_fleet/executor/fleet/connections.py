@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optuna_fleet.executor.cluster.engine import Readable
 from optuna_fleet.executor.fleet.addresses import is_loopback, own_addresses
+from optuna_fleet.executor.fleet.departures import Readable
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.channel import Channel

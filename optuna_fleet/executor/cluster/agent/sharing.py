@@ -5,9 +5,9 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from optuna_fleet.executor.cluster.agent.backoff import Backoff
+from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.peers import Peers
@@ -16,9 +16,6 @@ from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
 from optuna_fleet.wire.tls import make_certificate
-
-GIVER = -2
-"""What `Backoff` knows the process by."""
 
 _READER = "other nodes"
 
@@ -33,7 +30,7 @@ class Sharing:
         look_ahead: See `Giver`.
         close_inherited: Called first in the process.
         say: Sends to the driver: `ChunksShared` whenever others can connect.
-        pid: Of the process; None while there is none.
+        process: The one that gives.
     """
 
     peers: Peers
@@ -45,19 +42,24 @@ class Sharing:
     selector: selectors.BaseSelector
     close_inherited: Callable[[], None]
     say: Callable[[object], None]
-    backoff: Backoff
-    pid: int | None = None
+    process: Kept = field(init=False)
     _news: Port | None = None
+
+    def __post_init__(self) -> None:
+        self.process = Kept(self._spawned, lambda sock: self.server.add_reader(_READER, sock))
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return self.process.pid
 
     def start(self) -> None:
         """Start the process, if there is none; later, if that is not possible now."""
-        if self.pid is not None:
-            return
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError:  # too many open files
-            self.backoff.failed(GIVER)
-            return
+        if self.pid is None:
+            self.process.start()
+
+    def _spawned(self) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def main(sock: socket.socket) -> None:
             ours.close()
@@ -66,14 +68,12 @@ class Sharing:
 
         with theirs:
             try:
-                self.pid, sock = self.spawn(main)
-            except OSError:  # or processes
+                spawned = self.spawn(main)
+            except OSError:
                 ours.close()
-                self.backoff.failed(GIVER)
-                return
-        self.backoff.started(GIVER)
+                raise
         self._news = Port(ours, self.selector, on_message=self.say, on_close=lambda: None)
-        self.server.add_reader(_READER, sock)
+        return spawned
 
     def _give(self, sock: socket.socket, news: socket.socket) -> None:
         from optuna_fleet.pipeline.exchange.giver import Giver  # needs torch, as all readers do
@@ -106,7 +106,7 @@ class Sharing:
             return False
         if self._news is not None:
             self._news.close()
-        self.pid = self._news = None
+        self.process.pid = self._news = None
         self.server.remove_reader(_READER)
         return True
 
