@@ -73,7 +73,7 @@ def _parts(part: _Part) -> Iterator[_Part]:
     elif isinstance(value, types.FunctionType):
         yield from _of_function(value)
     else:
-        yield from _of_object(part)
+        yield from _of_instance(part)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[_Part]:
@@ -90,7 +90,7 @@ def _of_function(function: types.FunctionType) -> Iterator[_Part]:
         yield _Part(name, f"which {where} uses", value)
 
 
-def _of_object(part: _Part) -> Iterator[_Part]:
+def _of_instance(part: _Part) -> Iterator[_Part]:
     if isinstance(part.value, type):
         path, state = part.value.__qualname__, dict(vars(part.value))
     else:

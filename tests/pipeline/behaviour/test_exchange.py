@@ -11,6 +11,7 @@ from pipeline_harness import permutation
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.exceptions import PreprocessingError
+from optuna_fleet.wire.credentials import make_credentials
 
 N = 150
 LONG_S = 600.0
@@ -179,7 +180,7 @@ def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
 
 def test_nodes_of_another_sweep_get_and_give_nothing():
     with nodes(pipeline(), 1) as found:
-        found.append(Node(pipeline(), "node 1", secret=b"the secret of another sweep."))
+        found.append(Node(pipeline(), "node 1", credentials=make_credentials()))
         agree(found)
         assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
         assert sums(found) == (2 * N, 0)
