@@ -18,7 +18,7 @@ from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Peers
 from optuna_fleet.pipeline.exchange.plan import Plan
 from optuna_fleet.wire.credentials import make_credentials
 
-CREDENTIALS = make_credentials()
+CREDENTIALS, OTHERS = make_credentials(), make_credentials()
 
 
 class Node(Agent):
