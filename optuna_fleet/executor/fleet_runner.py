@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from optuna_fleet.alloc import ByKind, IsolatedAllocator
@@ -30,8 +30,8 @@ from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import packed_setup, settings_here
-from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
-from optuna_fleet.wire.unpicklable import explained, variable
+from optuna_fleet.wire.packing import pack_objective
+from optuna_fleet.wire.unpicklable import explained
 
 _objective_ids = itertools.count()
 
@@ -166,8 +166,8 @@ def _packed(func: Any, study: Any) -> bytes:
     try:
         return pack_objective(func, names)
     except Exception as error:
-        whole = variable("objective", func, "what `optimize` was given")
-        reason = explained([whole], error, ObjectivePickler(io.BytesIO(), names))
+        whole, dumps = {"objective": func}, partial(pack_objective, names=names)
+        reason = explained(whole, "what `optimize` was given", error, dumps)
         raise FleetConfigError(
             f"The objective can't be sent to the trainers, which are other processes: {reason} "
             "Create such a thing inside the objective, or when it is first used there."

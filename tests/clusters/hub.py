@@ -15,6 +15,7 @@ from typing import Any
 
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.departures import Departures
+from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.invitation import Invitation
 
 AGENT = (sys.executable, str(Path(__file__).with_name("stub_agent.py")))
@@ -47,7 +48,7 @@ class Hub:
         self._inbox = Departures()
         self._server = socket.create_server(("127.0.0.1", 0))
         address = ("127.0.0.1", int(self._server.getsockname()[1]))
-        self.invitation = Invitation(addresses=(address,), secret=bytes(32))
+        self.invitation = Invitation(addresses=(address,), credentials=make_credentials())
 
     def __enter__(self) -> Hub:
         try:

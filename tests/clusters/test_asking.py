@@ -24,7 +24,7 @@ from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.invitation import Invitation
 
-INVITATION = Invitation(addresses=(("127.0.0.1", 1),), secret=bytes(32))
+INVITATION = Invitation(addresses=(("127.0.0.1", 1),), credentials=b"")
 
 
 class Noting(AsksScheduler):

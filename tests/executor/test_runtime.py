@@ -433,7 +433,7 @@ def test_a_driver_may_give_signs_of_life_before_it_answers(
     channel = SimpleNamespace(send=lambda message: None, receive=lambda: said.pop(0))
     monkeypatch.setattr(main, "connect", lambda invitation: channel)
     monkeypatch.setattr(main, "local_address", lambda channel: "127.0.0.1")
-    invitation = Invitation(addresses=(), secret=b"s" * 32)
+    invitation = Invitation(addresses=(), credentials=b"")
     options = AgentOptions(invitation=invitation, node="here", devices=1, device_type="cpu")
     with pytest.raises(FleetConfigError, match="not you"):
         main.run_agent(options)
@@ -677,7 +677,7 @@ def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
         trainer_main(
             device,
             agent="agent",
-            invitation=Invitation(addresses=(("127.0.0.1", port),), secret=b""),
+            invitation=Invitation(addresses=(("127.0.0.1", port),), credentials=b""),
             data=theirs,
             spec=None,
             num_threads=1,

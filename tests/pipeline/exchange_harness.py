@@ -15,8 +15,9 @@ from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Peers
 from optuna_fleet.pipeline.exchange.plan import Plan
+from optuna_fleet.wire.credentials import make_credentials
 
-SECRET = b"the secret of one sweep."
+CREDENTIALS, OTHERS = make_credentials(), make_credentials()
 
 
 class Node(Agent):
@@ -28,19 +29,18 @@ class Node(Agent):
         name: str,
         *,
         host: str = "127.0.0.1",
-        secret: bytes = SECRET,
+        credentials: bytes = CREDENTIALS,
         patience_s: float = PATIENCE_S,
         **options: Any,
     ) -> None:
         said, say = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def share(loop: Any, setup: Any) -> Sharing:
-            peers = Peers(name, secret, setup.spec, patience_s)
+            peers = Peers(name, credentials, setup.spec, patience_s)
             sharing = Sharing(
                 peers,
                 loop.serve(setup, peers),
                 host=host,
-                has_tls=not host.startswith("127."),
                 look_ahead=4,
                 spawn=loop.spawn,
                 selector=loop.selector,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -80,6 +80,7 @@ class Runtime:
         self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
+        self._secret = secrets.token_hex()
         self.reports = PipelineReports()
         self.connections = Connections(engine.host, engine.port)
         self._setups = setups
@@ -320,7 +321,7 @@ class Runtime:
 
     def group_name(self, run_id: int) -> str:
         """Name of a run's process group, which other users of this machine can't guess."""
-        return hmac.digest(self.connections.secret, f"group {run_id}".encode(), "sha256").hex()
+        return f"{self._secret}-{run_id}"
 
     def folder_of(self, study_name: str) -> StudyFolder:
         """Where the checkpoints of a study's trials are."""

@@ -306,7 +306,7 @@ class Agent:
         setup = self._setup.pipeline
         if setup is None:
             return
-        peers = Peers(self._name, self._invitation.secret, setup.spec)
+        peers = Peers(self._name, self._invitation.credentials, setup.spec)
         self._pipeline = PipelineServer(
             setup,
             spawn=self._forks.spawn,
@@ -318,7 +318,6 @@ class Agent:
             peers,
             self._pipeline,
             host=self._host,
-            has_tls=self._invitation.fingerprint is not None,
             look_ahead=2 * setup.num_preprocessors + 2,
             spawn=self._forks.spawn,
             selector=self._selector,

@@ -15,7 +15,6 @@ from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
-from optuna_fleet.wire.tls import make_certificate
 
 _READER = "other nodes"
 
@@ -26,7 +25,6 @@ class Sharing:
 
     Attributes:
         host: Address under which other nodes reach this one.
-        has_tls: Whether connections are encrypted: beyond loopback.
         look_ahead: See `Giver`.
         close_inherited: Called first in the process.
         say: Sends to the driver: `ChunksShared` whenever others can connect.
@@ -36,7 +34,6 @@ class Sharing:
     peers: Peers
     server: PipelineServer
     host: str
-    has_tls: bool
     look_ahead: int
     spawn: Spawn
     selector: selectors.BaseSelector
@@ -79,15 +76,8 @@ class Sharing:
         from optuna_fleet.pipeline.exchange.giver import Giver  # needs torch, as all readers do
 
         giver = Giver(self.peers, sock, news, look_ahead=self.look_ahead)
-        certificate = make_certificate() if self.has_tls else None
-        secret = self.peers.secret
-        listener = Listener(self.host, secret, giver.welcome, certificate=certificate)
-        peer = Peer(
-            agent=self.peers.agent,
-            host=self.host,
-            port=listener.port,
-            fingerprint=certificate.fingerprint if certificate else None,
-        )
+        listener = Listener(self.host, self.peers.credentials, giver.welcome)
+        peer = Peer(agent=self.peers.agent, host=self.host, port=listener.port)
         send(news, ChunksShared(peer=peer))
         giver.serve()
 
