@@ -160,7 +160,7 @@ def test_pages_and_files_that_are_named_are_there() -> None:
             for page in re.findall(r"docs/(\w+\.md)", file.read_text()):
                 assert (ROOT / "docs" / page).exists(), f"{file}: {page}"
     text = (ROOT / "docs" / "architecture.md").read_text()
-    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", text)
+    named = re.findall(r"[`\"](\w+/[\w/]*(?:\.py)?)[`\"]", text)
     assert len(named) > 30
     assert [name for name in named if not (ROOT / "optuna_fleet" / name).exists()] == []
 

@@ -15,7 +15,7 @@ from optuna_fleet import FleetExecutor
 from optuna_fleet.events import Launch, Model
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.sampler_bridge.call_records import CallState, calls_of
-from optuna_fleet.visualization.live.snapshot import Condition, Snapshot, snapshot_of
+from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.storage import open_study
 from tests.fleets import evaluate, num_wrong, small_model, small_pipeline, train_epoch
 
@@ -158,7 +158,7 @@ def test_a_sweep_can_be_watched_while_it_runs(
         try:
             own = open_study("watched", url)
             while not watched or not _trains(watched[-1]):
-                watched.append(snapshot_of(own, time.time()))
+                watched.append(Snapshot(own, time.time()))
         finally:
             seen.touch()
 
@@ -184,14 +184,14 @@ def test_a_sweep_can_be_watched_while_it_runs(
     }
     (run,) = watched[-1].runs
     assert len(watched[-1].devices) == (1 if inline else 4)
-    assert (run.number, run.max_epochs) == (0, 10_000)
+    assert (run.state.trial, run.state.max_epochs) == (0, 10_000)
     (call,) = calls_of(study)
     assert (call.n_trials, call.num_asked, call.runs) == (1, 1, ())
     assert call.ending == ("failed" if fails else "done")
-    snapshot = snapshot_of(study, call.noted)
+    snapshot = Snapshot(study, call.noted)
     (ended,) = snapshot.recent
-    assert snapshot.widths[ended.number][0] == 1  # it begins on one device
+    assert snapshot.widths(ended.number)[0] == 1  # it begins on one device
 
 
 def _trains(snapshot: Snapshot) -> bool:
-    return any(run.epochs_done and run.samples_per_s for run in snapshot.runs)
+    return any(run.state.epochs_done and run.state.samples_per_s for run in snapshot.runs)

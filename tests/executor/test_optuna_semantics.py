@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import math
 import re
@@ -77,12 +76,6 @@ def test_timeout_stops_starts_but_never_a_trial(fleet: Any) -> None:
     assert set(states(study)) == {COMPLETE}
 
 
-def test_timeout_alone_ends_the_call(fleet: Any) -> None:
-    study = optuna.create_study()
-    study.optimize(quadratic, timeout=0.3, executor=fleet)
-    assert set(states(study)) == {COMPLETE}
-
-
 def stop_at_number(trial: Any, *, number: int) -> float:
     if trial.number == number:
         trial.study.stop()
@@ -93,17 +86,6 @@ def test_stop_in_the_objective(fleet: Any) -> None:
     study = optuna.create_study()
     study.optimize(functools.partial(stop_at_number, number=3), executor=fleet)
     assert len(study.trials) >= 4  # those in flight finish, no more are started
-    assert set(states(study)) == {COMPLETE}
-
-
-def test_stop_in_a_callback(fleet: Any) -> None:
-    study = optuna.create_study()
-
-    def stop(study: optuna.Study, trial: FrozenTrial) -> None:
-        study.stop()
-
-    study.optimize(quadratic, callbacks=[stop], executor=fleet)
-    assert 1 <= len(study.trials) <= 4
     assert set(states(study)) == {COMPLETE}
 
 
@@ -348,21 +330,6 @@ def test_tensors_and_arrays_of_one_element_are_values(fleet: Any) -> None:
     assert [trial.value for trial in study.trials] == [1.5, 2.5, 0.5, 3.0]
 
 
-def two_values(trial: Any) -> tuple[float, float]:
-    x = trial.suggest_float("x", 0, 1)
-    if trial.number == 1:
-        with pytest.raises(NotImplementedError):
-            trial.report(x, 0)
-    return x, 1 - x
-
-
-def test_multi_objective(fleet: Any) -> None:
-    study = optuna.create_study(directions=["minimize", "maximize"])
-    study.optimize(two_values, n_trials=4, executor=fleet)
-    assert states(study) == 4 * [COMPLETE]
-    assert all(trial.values[0] + trial.values[1] == pytest.approx(1) for trial in study.trials)
-
-
 def prune_or_not(trial: Any) -> float:
     trial.report(0.25, 0)
     trial.report(float("nan") if trial.number == 1 else 0.5, 1)
@@ -391,13 +358,6 @@ def test_enqueued_trials_come_first_and_count(fleet: Any) -> None:
     assert len(study.trials) == 3
     assert [trial.value for trial in study.trials[:2]] == [1.0, 4.0]
     assert study.trials[0].user_attrs == {"mine": True}
-
-
-def test_gc_after_trial(fleet: Any) -> None:
-    study = optuna.create_study()
-    with mock.patch("optuna.study._optimize.gc.collect", wraps=gc.collect) as collect:
-        study.optimize(quadratic, n_trials=3, gc_after_trial=True, executor=fleet)
-    assert collect.call_count == 3
 
 
 def test_progress_bar(fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,21 +417,6 @@ def test_a_bad_catch_is_noticed_before_the_first_trial(fleet: Any) -> None:
     assert states(study) == []
     study.optimize(raise_value_error, n_trials=1, catch=[KeyError, ValueError], executor=fleet)
     assert states(study) == [FAIL]
-
-
-class FussySampler(optuna.samplers.RandomSampler):
-    """Raises after the first trial, as a buggy sampler would."""
-
-    def after_trial(self, study: Any, trial: FrozenTrial, state: Any, values: Any) -> None:
-        if trial.number == 0:
-            raise ZeroDivisionError("after_trial")
-
-
-def test_a_sampler_that_raises_after_a_trial(fleet: Any) -> None:
-    study = optuna.create_study(sampler=FussySampler())
-    with pytest.raises(ZeroDivisionError):
-        study.optimize(quadratic, n_trials=30, executor=fleet)
-    assert set(states(study)) == {COMPLETE}
 
 
 def test_trials_of_others_are_not_touched(fleet: Any, storages: dict[str, Any]) -> None:
@@ -573,16 +518,6 @@ def train_briefly(trial: Any) -> float:
             model.train()
             model(images.repeat(2, 1, 1, 1)).sum().backward()
     return 0.0
-
-
-def test_one_executor_serves_one_call_after_the_other(fleet: Any) -> None:
-    fleet.optimize(optuna.create_study(), quadratic, n_trials=1)
-    # The solver starts anew: slower than the trial is short.
-    fleet._runner._runtime.allocator.close()
-    for _ in range(2):
-        study = optuna.create_study()
-        study.optimize(train_briefly, n_trials=1, executor=fleet)
-        assert states(study) == [COMPLETE]
 
 
 def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:

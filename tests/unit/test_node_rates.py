@@ -8,8 +8,8 @@ from optuna_fleet.events import Ending, Launch, RankEnded, RateMeasured
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.resources import Device
-from tests.executor.test_controller import reached
-from tests.executor.test_presence import Sweep, joined, node_leaves
+from tests.unit.test_controller import reached
+from tests.unit.test_presence import Sweep, joined, node_leaves
 
 
 def presence_of(*sizes: int, kind: str = "cpu") -> Presence:

@@ -16,7 +16,7 @@ from optuna_fleet.events import (
     RankEnded,
 )
 from optuna_fleet.resources import Device
-from tests.executor.test_controller import (
+from tests.unit.test_controller import (
     World,
     epoch_ended,
     launches,

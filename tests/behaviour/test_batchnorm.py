@@ -5,33 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import optuna
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fleets import Leg, ask_to_move, fleet_of, run
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch.compile
-    # What torch 2.4 says of its own torch.compile, and of its own activation checkpointing.
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast.* is deprecated"),
-]
-
+from tests.behaviour.harness import moment
+from tests.behaviour.parts import train_on
+from tests.behaviour.words import pytestmark  # noqa: F401
 
 OWN = F.batch_norm, nn.SyncBatchNorm.forward
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Any]:
-    with fleet_of(devices=2) as fleet:
-        yield fleet
 
 
 class Net(nn.Module):
@@ -187,53 +174,32 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
 }
 
 
-def trains(trial: Any, *, case: str, asks_at: Collection[int] = ()) -> float:
-    """For two epochs of five steps; asks to move in some of these."""
+def trains(trial: Any, *, case: str) -> None:
+    """For two epochs of five steps."""
     kind, begins = CASES[case]
-    model = Net(kind).double()
-    model = trial.prepare(model)
+    model = trial.prepare(Net(kind).double())
     optimizer = trial.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     step = begins(model.train())
-    losses = trial.state.setdefault("losses", [])
-    for epoch in trial.epochs(2):
-        for x, y in trial.batches("train", batch_size=10, movable=True):
-            loss = F.cross_entropy(step(x + 1), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(trial.mean(loss.item(), weight=trial.shard_size))
-            if len(losses) in asks_at:
-                ask_to_move(trial)
-        trial.report(losses[-1], epoch)
-    trial.set_user_attr("losses", losses)
+    for _ in trial.epochs(2):
+        for x, y in trial.batches("train_odd", batch_size=10, movable=True):
+            train_on(trial, step, optimizer, x + 1, y)
+            moment(trial)
     trial.set_user_attr("buffers", [float(b.double().sum()) for b in model.buffers()])
-    return losses[-1]
-
-
-LEGS = [Leg((0,), until_asked=True), Leg((0, 1), until_asked=True), Leg((1,))]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_devices_train_as_one(fleet: Any, case: str) -> None:
+def test_two_devices_train_as_one(lab: Any, case: str) -> None:
     objective = functools.partial(trains, case=case)
-    alone, *others = (run(fleet, objective, Leg(devices)) for devices in ((0,), (0, 1)))
+    told = ["use_reentrant=False exchanges them once"] if "reentrant" in case else []
+    lab.same(objective, [2], told=told)
     if "compiled" not in case:
-        others.append(run(fleet, functools.partial(objective, asks_at=(2, 8)), *LEGS))
-    for other in others:
-        for seen in ("losses", "buffers"):
-            assert other.user_attrs[seen] == pytest.approx(alone.user_attrs[seen], rel=1e-10)
-    losses = alone.user_attrs["losses"]
-    assert len(set(losses)) == len(losses) == 10
+        lab.same(objective, [1, 2, 1], within={1, 7}, told=told)
 
 
-def looks_after_another(trial: Any) -> bool:
-    if trial.number == 0:
-        trains(trial, case="torch's own")
-    return F.batch_norm is OWN[0] and nn.SyncBatchNorm.forward is OWN[1]
+def looks(trial: Any) -> float:
+    return float(F.batch_norm is OWN[0] and nn.SyncBatchNorm.forward is OWN[1])
 
 
-def test_torchs_own_functions_are_back_after_a_trial(fleet: Any) -> None:
-    fleet.script = {0: [Leg((0, 1))], 1: [Leg((0,))]}
-    study = optuna.create_study()
-    study.optimize(looks_after_another, n_trials=2, executor=fleet)
-    assert [trial.value for trial in study.trials] == [0, 1]
+def test_torchs_own_functions_are_back_after_a_trial(lab: Any) -> None:
+    lab.fly(functools.partial(trains, case="torch's own"), [2])
+    assert lab.fly(looks, [1]).trial.value == 1

@@ -468,7 +468,17 @@ def play_out(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "allocator", [None, GreedyAllocator(), MipAllocator(), ElasticAllocator()], ids=repr
+    ("allocator", "wide"),
+    [
+        (None, False),
+        (MipAllocator(), False),
+        *(
+            (one, wide)
+            for one in (GreedyAllocator(), ElasticAllocator())
+            for wide in (False, True)
+        ),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
 @settings(max_examples=60)
@@ -481,6 +491,7 @@ def play_out(world: World) -> None:
 )
 def test_no_device_is_idle_while_a_trial_waits_and_none_waits_for_ever(
     allocator: Allocator | None,
+    wide: bool,
     paradigm: str,
     seed: int,
     devices: int,
@@ -488,6 +499,7 @@ def test_no_device_is_idle_while_a_trial_waits_and_none_waits_for_ever(
     within_epochs: bool,
     lookahead: int,
 ) -> None:
+    """Nor does one that waits for as many devices as it needs stall others."""
     world = world_of(
         seed,
         allocator,
@@ -496,38 +508,7 @@ def test_no_device_is_idle_while_a_trial_waits_and_none_waits_for_ever(
         paradigm=paradigm,
         moves_within_epochs=within_epochs,
         lookahead=lookahead,
+        more_may_join=wide,
     )
-    play_out(world)
-
-
-@pytest.mark.parametrize("allocator", [GreedyAllocator(), ElasticAllocator()], ids=repr)
-@pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32),
-    devices=st.integers(1, 6),
-    trials=st.integers(1, 12),
-    within_epochs=st.booleans(),
-    lookahead=st.integers(0, 3),
-)
-def test_a_trial_waits_for_as_many_devices_as_it_needs_and_stalls_no_other(
-    allocator: Allocator,
-    paradigm: str,
-    seed: int,
-    devices: int,
-    trials: int,
-    within_epochs: bool,
-    lookahead: int,
-) -> None:
-    world = world_of(
-        seed,
-        allocator,
-        devices=devices,
-        trials=trials,
-        paradigm=paradigm,
-        moves_within_epochs=within_epochs,
-        lookahead=lookahead,
-        more_may_join=True,
-    )
-    world.has_wide_trials = True
+    world.has_wide_trials = wide
     play_out(world)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from optuna_fleet.events import CheckpointSaved, Ending, Launch
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.held import HeldStates, Start
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.stop_lines import StopLines
-from optuna_fleet.wire.messages import AskStep, CheckpointFailed, Ended, StopAt
+from optuna_fleet.wire.messages import CheckpointFailed, Ended
 
 
 def launch_on(
@@ -203,67 +200,3 @@ def test_what_a_trial_has_left_that_is_done_begins_nothing() -> None:
     sweep.held.forget(1)
     assert sweep.held.trial_of(5) is None
     assert sweep.held.take(saved(5)) is None
-
-
-# -- where a run stops ----------------------------------------------------------------------------
-
-
-class Ranks:
-    """Those of run 5, on devices 4, 5 and 6."""
-
-    def __init__(self) -> None:
-        self.run = run_on(4, 5, 6)
-        self.asked: list[int] = []
-        self.stops: list[tuple[int, StopAt]] = []
-        self.lines = StopLines(self.send)
-
-    def send(self, device: int, message: Any) -> None:
-        if isinstance(message, AskStep):
-            assert self.run.launch.devices[message.rank] == device
-            self.asked.append(device)
-        else:
-            self.stops.append((device, message))
-
-    def are_at(self, *places: tuple[int, int, int]) -> None:
-        for rank, place in enumerate(places):
-            self.lines.at_step(self.run, rank, place)
-
-
-@pytest.mark.parametrize(("promised", "stays"), [((7, 4), True), ((5, 6), False), ((), False)])
-def test_all_stop_at_the_furthest_step_once_it_is_known_of_all(
-    promised: tuple[int, ...], stays: bool
-) -> None:
-    ranks = Ranks()
-    ranks.lines.interrupt(ranks.run, promised)
-    assert ranks.asked == [4, 5, 6]
-    ranks.are_at((1, 2, 7), (1, 2, 9))
-    assert ranks.stops == []
-    ranks.are_at((0, 0, 0), (0, 0, 0), (1, 2, 8))
-    order = StopAt(run_id=5, place=(1, 2, 9), stays=stays)
-    assert ranks.stops == [(4, order), (5, order), (6, order)]
-    ranks.are_at((1, 3, 0))
-    assert len(ranks.stops) == 3
-
-
-def test_a_rank_that_has_ended_is_neither_asked_nor_waited_for() -> None:
-    ranks = Ranks()
-    ranks.run.lost.add(5)
-    ranks.lines.save(ranks.run)
-    assert ranks.asked == [4, 6]
-    ranks.lines.at_step(ranks.run, 0, (1, 2, 7))
-    ranks.run.lost.add(6)
-    ranks.lines.at_step(ranks.run, 2)
-    assert ranks.stops == [(4, StopAt(run_id=5, place=(1, 2, 7), saves=True))]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_run_that_is_to_leave_and_to_be_saved_is_asked_once_and_leaves(is_first: bool) -> None:
-    ranks = Ranks()
-    for leaves in (is_first, not is_first):
-        if leaves:
-            ranks.lines.interrupt(ranks.run, (4,))
-        else:
-            ranks.lines.save(ranks.run)
-    assert ranks.asked == [4, 5, 6]
-    ranks.are_at((1, 2, 7), (1, 2, 7), (1, 2, 7))
-    assert {order for _, order in ranks.stops} == {StopAt(run_id=5, place=(1, 2, 7), stays=True)}

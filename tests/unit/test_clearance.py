@@ -24,7 +24,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.trials import PARADIGMS, Trial
 from optuna_fleet.preflight.verdict import Finding
-from tests.executor.test_controller import World, epoch_ended, goes_on, play_out, rate, reached
+from tests.unit.test_controller import World, epoch_ended, goes_on, play_out, rate, reached
 
 
 def flies(world: World, run_id: int, *traits: str, max_devices: int = 32) -> None:

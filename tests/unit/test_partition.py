@@ -1,13 +1,11 @@
-"""Layers to stages: the same optimum by three ways, memory, and what is refused."""
+"""Layers to stages: the optimum, memory, and what is refused."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_mip import best_partition_by_mip, orders
 
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
@@ -101,25 +99,6 @@ def test_the_search_finds_the_optimum(seed, num_devices, more_layers, tight):
     assert [s.first for s in found.stages[1:]] == [s.end for s in found.stages[:-1]]
 
 
-@pytest.mark.parametrize(
-    ("seed", "num_devices", "num_layers"), [(1, 2, 50), (2, 3, 20), (3, 4, 12), (4, 3, 30)]
-)
-def test_the_papers_program_finds_the_same(seed, num_devices, num_layers):
-    problem = random_problem(seed, num_devices, num_layers, tight=4.0)
-    found = best_partition(problem)
-    assert best_partition_by_mip(problem, 60.0).slowest_s == pytest.approx(
-        found.slowest_s, rel=1e-6
-    )
-
-
-def test_the_papers_program_says_that_nothing_fits():
-    problem = random_problem(5, 2, 6, tight=0.5)
-    with pytest.raises(DoesNotFit):
-        best_partition_by_mip(problem, 60.0)
-    with pytest.raises(DoesNotFit, match="with 1 minibatches in flight"):
-        best_partition(replace(problem, in_flight=1))
-
-
 def test_equal_devices_are_not_told_apart_but_their_nodes_are():
     # Two types on each of two nodes: whether neighbours share a node matters.
     devices = tuple(StageDevice(index=i, node=i // 2, kind="ab"[i % 2]) for i in range(4))
@@ -128,7 +107,6 @@ def test_equal_devices_are_not_told_apart_but_their_nodes_are():
         devices=devices,
         links=Links(between=Link(bytes_per_s=0.1)),
     )
-    assert len(list(orders(problem))) == 24
     found = best_partition(problem)
     assert found.slowest_s == pytest.approx(brute_force(problem))
     nodes = [stage.device.node for stage in found.stages]

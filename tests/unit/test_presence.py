@@ -36,7 +36,7 @@ from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.resources import Device
-from tests.executor.test_controller import epoch_ended, reached
+from tests.unit.test_controller import epoch_ended, reached
 
 
 def device(index: int, *, node: int = 0, kind: str = "cpu") -> Device:
