@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from optuna_fleet.alloc import ByKind, IsolatedAllocator
-from optuna_fleet.alloc.kinds import CAUTIOUS
+from optuna_fleet.alloc.rounds import CAUTIOUS
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
