@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from optuna_fleet.events import DataRequested, Ending, EpochDecision
+from optuna_fleet.events import Ending, EpochDecision
 from optuna_fleet.executor.call.outcomes import EpochEvaluator
 from optuna_fleet.executor.call.tally import DeviceLog
 from optuna_fleet.executor.given import Options
