@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optuna_fleet.alloc import FleetAllocator
 from optuna_fleet.events import (
     AnswerEpoch,
     BeginCheck,
@@ -110,6 +111,7 @@ def test_a_trial_that_waits_for_a_plan_goes_on_when_a_check_begins() -> None:
 
 def test_all_that_is_unchecked_keeps_to_one_device_meanwhile_and_others_do_not() -> None:
     world = World(num_devices=6, trials=3, paradigm="local")
+    world.allocator = FleetAllocator()
     for run_id, traits in enumerate([["a"], ["b"], []]):
         world.tell(reached(run_id, f"s{run_id}", traits=frozenset(traits)))
         world.tell(rate(run_id))
