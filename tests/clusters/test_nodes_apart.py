@@ -159,5 +159,5 @@ def test_nodes_end_by_themselves_cut_off_or_not(struck: Struck) -> None:
 def test_what_passes_between_nodes_says_nothing_of_the_sweep(struck: Struck) -> None:
     between, within = struck.frames["eth0"], struck.frames["lo"]
     assert b"the end" in between
-    assert between and within
+    assert within
     assert not any(word in frames for word in WORDS for frames in (between, within))
