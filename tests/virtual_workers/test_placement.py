@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from optuna_fleet.virtual_workers.agreement import Statistics
+from optuna_fleet.virtual_workers.measuring import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.minibatches import microbatches
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
-from optuna_fleet.virtual_workers.placing import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices
+from optuna_fleet.virtual_workers.sums import Statistics
 from optuna_fleet.virtual_workers.whole import part_of
 
 LAYER = LayerCost(
@@ -191,10 +191,9 @@ def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
             kept[-1].begin()
             for part in parts[first : first + shares[rank]]:
                 model(part)
-        calls = summed([statistics.calls() for statistics in kept])
-        left = summed([statistics.left(calls) for statistics in kept])
+        rows = summed([statistics.rows() for statistics in kept])
         for statistics in kept:
-            statistics.take(left, calls)
+            statistics.take(rows)
     for model in ranks:
         for name, expected in alone.state_dict().items():
             assert torch.allclose(model.state_dict()[name], expected, rtol=1e-14, atol=0), name

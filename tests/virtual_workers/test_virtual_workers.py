@@ -293,7 +293,7 @@ def test_whatever_the_speeds_and_latencies_are(data):
         plan,
         6,
         pass_s=lambda *_: rng.uniform(0.1, 3),
-        latency_s=lambda *_: rng.choice([0.0, 0.5, 5.0]),
+        latency_s=lambda: rng.choice([0.0, 0.5, 5.0]),
     )
     assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
 
@@ -313,9 +313,9 @@ def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
     nothing = torch.zeros(())
     run = train(plan, 1000, batches=lambda *_: (nothing, nothing), pass_s=paces(1, 1.9))
     by_stage = {}
-    for done in run.passes:
+    for address, done in run.passes:
         if done.turn.what is Pass.FORWARD:
-            key = (done.address.worker, done.turn.number)
+            key = (address.worker, done.turn.number)
             by_stage.setdefault(key, []).append(done.tag)
     assert all(len(set(tags)) == 1 for tags in by_stage.values())  # the same on all stages
     missing = [p - 1 - tag.clock * wsp.wave_size for _, p, tag in run.starts]
@@ -328,9 +328,9 @@ def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
 def test_stages_hold_no_more_minibatches_than_memory_was_counted_for():
     run = train(blueprint(WaveSynchronous(6, None), (1, 2, 3)), 5, pass_s=paces(1))
     held, most = {}, {}
-    for done in run.passes:
+    for address, done in run.passes:
         change = 1 if done.turn.what is Pass.FORWARD else -1
-        stage = done.address.stage
+        stage = address.stage
         held[stage] = held.get(stage, 0) + change
         most[stage] = max(most.get(stage, 0), held[stage])
     assert all(most[q] <= held_minibatches(q, 4, 6) for q in range(4))
