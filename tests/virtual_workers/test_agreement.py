@@ -9,7 +9,6 @@ from oracle import Oracle, batch, furthest, mlp, sgd
 from torch import nn
 
 from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.stage import PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import added
 from optuna_fleet.virtual_workers.sums import Agreement
 from optuna_fleet.virtual_workers.wsp import Pass, WaveSynchronous
@@ -52,35 +51,6 @@ def test_all_settle_on_the_same_weights_also_in_the_midst_of_a_wave(
     for update in oracle._updates.values():
         weights = added(weights, update)
     assert furthest(found, weights) <= 1e-14
-
-
-def test_who_is_done_waits_with_the_rest_as_with_a_whole_wave() -> None:
-    schedule = WaveSynchronous(4, 1)
-    plan = Blueprint(
-        model=mlp(),
-        cuts=((), ()),
-        schedule=schedule,
-        loss=nn.functional.mse_loss,
-        optimizer=sgd,
-    )
-    transport = InProcess()
-    workers = Workers(plan, transport)
-    fast, slow = workers.stages.values()
-
-    def train(stage: PipelineStage) -> None:
-        for number in range(1, 9):
-            stage.give(number, *batch(stage.address.worker, number))
-        transport.run()
-
-    train(fast)
-    least = schedule.least_clock(12)
-    assert fast.completed == 8
-    assert not fast.weights.settle(least, {})  # servers would refuse what is so far ahead
-    train(slow)
-    for _ in range(3):  # the slow one asks for that clock, then for the last
-        ended = [stage.weights.settle(least, {}) for stage in (fast, slow)]
-        transport.run()
-    assert ended == [True, True]
 
 
 def norms() -> nn.Sequential:

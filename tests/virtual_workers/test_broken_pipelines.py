@@ -208,20 +208,6 @@ def test_layers_may_prune(fleet: Any, options: dict[str, Any], devices: int) -> 
     assert [*pruned.intermediate_values] == [0]
 
 
-def prunes_by_a_metric(trial: Any, *, options: dict[str, Any]) -> float:
-    model, _ = model_and_trap()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
-    for _ in trial.epochs(1):
-        pipeline.evaluate(trial.batches("val", batch_size=8), lambda *_: prune())
-    return 0.0
-
-
-def test_metrics_may_prune(fleet: Any) -> None:
-    objective = functools.partial(prunes_by_a_metric, options=SERVERS)
-    assert run(fleet, objective, ON_FOUR).state is TrialState.PRUNED
-
-
 def returns_at_an_error(trial: Any) -> float:
     try:
         return trains(trial, options=FLUSHED, spring=fail)

@@ -17,9 +17,7 @@ from optuna_fleet.virtual_workers.parameter_server import Directory, ParameterSe
 from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Gradients,
-    Pull,
     Push,
-    Snapshot,
     StageAddress,
 )
 
@@ -150,28 +148,6 @@ def test_who_can_not_give_what_it_holds_is_not_waited_for(
             second.gather(give)
         with pytest.raises(RuntimeError, match="rank 1 could not send what it holds"):
             gathered.result()
-
-
-def test_servers_answer_while_the_stage_beside_them_does_something_else() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=True)
-    assert on.hosts == (0,)
-    edges = connected(on)
-    server = ParameterServer(
-        piece=0,
-        weights={"w": torch.tensor(1.0)},
-        num_workers=2,
-        clock_distance=0,
-        transport=edges[0],
-    )
-    edges[0].host({0: server})
-    for worker, update in ((0, 10.0), (1, 100.0)):
-        edges[worker].ask(Push(0, worker, 0, {"w": torch.tensor(update)}))
-        edges[worker].ask(Pull(0, worker, 0, 1, exactly=True))
-    for one in edges[1], edges[0]:  # nobody has looked at what rank 0 got
-        found = one.receive()
-        assert isinstance(found, Snapshot)
-        assert (found.clock, found.weights["w"].item()) == (1, 111.0)
-    close(edges)
 
 
 def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:

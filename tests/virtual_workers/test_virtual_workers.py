@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.stage import Noise
-from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous, held_minibatches
+from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous
 
 
 def blueprint(schedule, *cuts, model=None, loss=F.mse_loss, optimizer=sgd):
@@ -220,26 +219,6 @@ def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
     assert furthest(trained(Recomputed), trained(Kept)) == 0
 
 
-def test_frozen_parameters_stay_and_unused_ones_have_no_update():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.used(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*mlp(), Half()).double()
-    model[0].requires_grad_(False)
-    before = copy.deepcopy(dict(model.named_parameters()))
-    run = train(blueprint(WaveSynchronous(2), (1, 3), (1, 3), model=model), 4)
-    weights = run.workers.weights()
-    assert not any(name.startswith("0.") for name in weights)
-    assert torch.equal(weights["4.unused.weight"], before["4.unused.weight"])
-    assert not torch.equal(weights["4.used.weight"], before["4.used.weight"])
-
-
 def test_hooks_of_parameters_change_their_gradients():
     def trained(lr, factor):
         torch.manual_seed(0)
@@ -325,18 +304,6 @@ def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
     assert all(len(server._snapshots) <= distance + 4 for server in run.workers.servers.values())
 
 
-def test_stages_hold_no_more_minibatches_than_memory_was_counted_for():
-    run = train(blueprint(WaveSynchronous(6, None), (1, 2, 3)), 5, pass_s=paces(1))
-    held, most = {}, {}
-    for address, done in run.passes:
-        change = 1 if done.turn.what is Pass.FORWARD else -1
-        stage = address.stage
-        held[stage] = held.get(stage, 0) + change
-        most[stage] = max(most.get(stage, 0), held[stage])
-    assert all(most[q] <= held_minibatches(q, 4, 6) for q in range(4))
-    assert most[3] == 1
-
-
 @settings(max_examples=20)
 @given(
     st.lists(st.lists(st.floats(0.3, 3), min_size=1, max_size=3), min_size=1, max_size=2),
@@ -365,9 +332,3 @@ def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, dist
 
 
 # -- what is refused ------------------------------------------------------------------------------
-
-
-def test_optimizers_whose_updates_do_not_add_up_are_refused():
-    plan = blueprint(WaveSynchronous(2, None), (2,), optimizer=torch.optim.Adam)
-    with pytest.raises(FleetConfigError, match=r"Adam.*only right for torch\.optim\.SGD"):
-        train(plan, 1)
