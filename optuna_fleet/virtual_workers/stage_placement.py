@@ -211,13 +211,7 @@ class Demand:
             ways.append(replace(self, blocks=self.untied, tied_bytes=0.0))
         for demand in ways:
             layers, ranks, devices = demand._given(costs, on)
-            problem = PartitionProblem(
-                layers=layers,
-                devices=tuple(devices),
-                in_flight=self.in_flight,
-                links=self.links,
-                memory=self.memory,
-            )
+            problem = self._problem(layers, (tuple(devices),), self.in_flight, self.in_flight)
             try:
                 best, why = best_flushed_layout(
                     problem, may_replicate=self.may_replicate, exchanged_bytes=demand.tied_bytes

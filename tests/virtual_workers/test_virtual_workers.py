@@ -178,26 +178,6 @@ def test_a_first_layer_may_work_in_place_on_minibatches_of_one_batch(cuts):
     assert torch.equal(together, before)
 
 
-class Spectrum(nn.Module):
-    def forward(self, x):
-        return torch.fft.fft(x).conj()  # a view, whose memory is not conjugated
-
-
-class Power(nn.Module):
-    def forward(self, x):
-        return torch.view_as_real(x * x).sum(-1)
-
-
-@pytest.mark.parametrize("cuts", [(2,), (1, 2, 3)])
-def test_gradients_of_complex_numbers_cross_cuts(cuts):
-    def trained(cuts):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), Spectrum(), Power(), nn.Linear(6, 6)).double()
-        return train(blueprint(WaveSynchronous(3, None), cuts, model=model), 4).workers.weights()
-
-    assert furthest(trained(cuts), trained(())) == 0
-
-
 class Kept(nn.Linear):
     def forward(self, x):
         return super().forward(x).tanh()
