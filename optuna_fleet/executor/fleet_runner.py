@@ -19,7 +19,6 @@ from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine
-from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -104,7 +103,7 @@ class FleetRunner:
             self._options.policy,
             profiles=runtime.profiles,
             run_ids=runtime.run_ids,
-            clearance=Clearance(findings.all),
+            findings=findings.all,
         )
 
     def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:
