@@ -1,0 +1,400 @@
+"""Who reads which block, what to make next, what to drop. Pure: events in, orders and news out.
+
+Each block of an epoch has a status, each pass through an epoch a cursor: the first block that it
+still needs. What is to be made is found from the cursors onwards, what is to be dropped from the
+far end towards them. Blocks lie in a `Space`, whose budget can't be exceeded. What passes hold is
+never dropped, so where room is short they are asked to copy what they need and to give the blocks
+back: nobody waits while holding something.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import count, pairwise
+
+from optuna_fleet.pipeline.messages import (
+    ChunkError,
+    ChunkFailed,
+    ChunkReady,
+    PassId,
+    ReleaseChunks,
+)
+from optuna_fleet.pipeline.server.epochs import (
+    ABSENT,
+    FAILED,
+    HELD,
+    IDLE,
+    MAKING,
+    Epoch,
+    Order,
+    Pass,
+    Size,
+    Want,
+)
+from optuna_fleet.pipeline.server.space import Space, pages
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
+
+MAX_DEATHS = 3
+"""A chunk over which this many preprocessors died is an error for those who asked for it."""
+
+BRIEF_SHARE = 0.5
+"""Chunks beyond this part of the budget are only lent briefly, and not before they are needed.
+
+So readers that stand still can't keep the others from going on.
+"""
+
+_SHRINK = 8
+"""A chunk gives back what it does not need, if that is more than one part in so many."""
+
+
+class Scheduler:
+    """Decides which chunks are made, kept, lent and dropped.
+
+    First to go are chunks that no open pass will come to, the latest epoch first (every trial
+    starts at epoch 0), its last chunk first; then those that are farthest ahead of every reader.
+
+    Args:
+        space: Where chunks lie.
+        window: Chunks ahead of each open pass that are made before they are asked for.
+        fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
+
+    Attributes:
+        outbox: What is to be said to readers, and to whom; the server empties it.
+        passes: Those that are open.
+        sizes: How data sets are cut, by name, once that is known.
+        num_dropped: How many chunks made room for others.
+        lent_bytes: Bytes that passes hold.
+    """
+
+    def __init__(self, space: Space, *, window: int, fixed: Iterable[str] = ()) -> None:
+        self.outbox: deque[tuple[Hashable, object]] = deque()
+        self.passes: dict[PassId, Pass] = {}
+        self.sizes: dict[str, Size] = {}
+        self.num_dropped = 0
+        self.lent_bytes = 0
+        self._space = space
+        self._window = window
+        self._fixed = frozenset(fixed)
+        self._epochs: dict[EpochKey, Epoch] = {}
+        self._lent: set[tuple[int, int]] = set()
+        self._idle_bytes = 0
+        self._numbers = count()
+
+    @property
+    def num_stalled(self) -> int:
+        """How many passes can't go on without a chunk that is not there."""
+        return sum(each.is_stalled for each in self.passes.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is wanted that is neither there nor in production."""
+        return next(self._candidates(), None) is not None
+
+    def ready(self) -> tuple[int, int]:
+        """Returns how many chunks are there ahead of the passes, and how many could be."""
+        num_ready = num_ahead = 0
+        for each in self.passes.values():
+            ahead = each.epoch.status[each.cursor + 1 : each.cursor + self._window]
+            num_ahead += len(ahead)
+            num_ready += ahead.count(IDLE) + ahead.count(HELD)
+        return num_ready, num_ahead
+
+    def num_making(self, owner: int) -> int:
+        """How many chunks are being made for one owner alone."""
+        own = (each.status for key, each in self._epochs.items() if key.owner == owner)
+        return sum(status.count(MAKING) for status in own)
+
+    # Passes
+
+    def open_pass(
+        self, pass_id: PassId, key: EpochKey, cursor: int, *, continues: bool = False
+    ) -> None:
+        """Begins a pass over an epoch whose size is known, from chunk ``cursor``.
+
+        If it ``continues``, its reader will go on with the next epoch. What is made for an owner
+        alone is not kept after its last pass.
+        """
+        assert pass_id not in self.passes, pass_id
+        epoch = self._epoch(key)
+        self.passes[pass_id] = epoch.passes[pass_id] = Pass(pass_id, epoch, cursor, continues)
+
+    def move(self, pass_id: PassId, cursor: int) -> None:
+        """Notes the first chunk that the pass still needs."""
+        self.passes[pass_id].cursor = cursor
+
+    def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
+        """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
+        reader = self.passes[pass_id]
+        status = reader.epoch.status
+        if chunk in reader.held:
+            return
+        if status[chunk] in (IDLE, HELD):
+            self._lend(reader, chunk, urgent=urgent)
+            return
+        if status[chunk] == FAILED:
+            status[chunk] = ABSENT
+        known = reader.wanted.get(chunk)
+        if known is None or (urgent and known.can_wait):
+            reader.wanted[chunk] = Want(not urgent, next(self._numbers))
+
+    def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
+        """The pass gives chunks back."""
+        reader = self.passes[pass_id]
+        for chunk in reader.held.intersection(chunks):
+            self._take_back(reader, chunk)
+            reader.was_asked = False  # it may be asked again for those it still has
+
+    def close_pass(self, pass_id: PassId) -> None:
+        """Ends the pass, or its reader died: everything it held or wanted is let go."""
+        reader = self.passes.pop(pass_id)
+        epoch = reader.epoch
+        del epoch.passes[pass_id]
+        for chunk in [*reader.held]:
+            self._take_back(reader, chunk)
+        if epoch.key.owner is not None and not epoch.passes:
+            while (chunk := epoch.status.find(IDLE)) >= 0:
+                self._drop(epoch, chunk)
+        self._forget(epoch)
+
+    # What is made
+
+    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
+        """Returns what to make next, where room was made for it; None if there is nothing.
+
+        Chunks that passes wait for come first, then those requested ahead, then the windows,
+        last the beginnings of next epochs, for which nothing is dropped: no pass has its cursor
+        there yet, so they would be the next to go.
+
+        Args:
+            accept: Whether somebody is free for this chunk now; None if for any.
+        """
+        for key, urgent in self._candidates():
+            if accept is not None and not accept(key):
+                continue
+            nbytes = self.order_bytes(key.name)
+            if nbytes > self._space.nbytes:
+                self._refuse(key, _too_large(key, nbytes, self._space.nbytes))
+                continue
+            # What can wait may not push out what readers will come to next.
+            address = self._make_room(nbytes, spare=0 if urgent else self._window)
+            if address is not None:
+                return self._order(key, nbytes, address)
+            if urgent:  # the others are no smaller and no more urgent
+                self._recall()
+            return None
+        for key in self._upcoming():
+            if accept is None or accept(key):
+                nbytes = self.order_bytes(key.name)
+                address = self._space.allocate(nbytes)
+                return None if address is None else self._order(key, nbytes, address)
+        return None
+
+    def order_bytes(self, name: str) -> int:
+        """Returns the bytes to leave for a chunk of a data set."""
+        return pages(self.sizes[name].chunk_bytes)
+
+    def produced(self, key: ChunkKey, nbytes: int) -> None:
+        """A chunk is there; everyone who waited for it gets it."""
+        epoch, chunk, size = self._epochs[key.of_epoch], key.chunk, self.sizes[key.name]
+        address, taken = epoch.places[chunk]
+        assert nbytes <= taken, (key, nbytes, taken)
+        if (unused := taken - pages(nbytes)) > taken // _SHRINK:
+            taken -= unused
+            self._space.free(address + taken, unused)
+        epoch.places[chunk] = address, taken
+        epoch.status[chunk] = IDLE
+        self._idle_bytes += taken
+        epoch.deaths.pop(chunk, None)
+        if size.is_estimate and chunk + 1 < size.num_chunks:
+            size.chunk_bytes, size.is_estimate = nbytes, False
+        for reader in epoch.passes.values():
+            if (want := reader.wanted.pop(chunk, None)) is not None:
+                self._lend(reader, chunk, urgent=not want.can_wait)
+
+    def put_back(self, key: ChunkKey) -> None:
+        """A chunk is no longer in production: its place is free, and it may be ordered again."""
+        epoch = self._epochs[key.of_epoch]
+        epoch.status[key.chunk] = ABSENT
+        self._space.free(*epoch.places.pop(key.chunk))
+        self._forget(epoch)
+
+    def outgrew(self, key: ChunkKey, nbytes: int) -> None:
+        """A chunk is larger than any before: it is to be made again where there is room."""
+        size = self.sizes[key.name]
+        size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
+        self.put_back(key)
+
+    def failed(self, key: ChunkKey, error: ChunkError) -> None:
+        """A sample raised: those who waited are told; only a new request tries again."""
+        self.put_back(key)
+        self._refuse(key, error)
+
+    def lost(self, key: ChunkKey, error: ChunkError) -> None:
+        """A preprocessor died over this chunk: it is repeated, but not for ever."""
+        epoch = self._epochs.get(key.of_epoch)
+        if epoch is None or epoch.status[key.chunk] != MAKING:
+            return  # it was done, but for the rest of what follows from that
+        epoch.deaths[key.chunk] += 1
+        if epoch.deaths[key.chunk] >= MAX_DEATHS:
+            self.failed(key, error)
+        else:
+            self.put_back(key)
+
+    # What they have in common
+
+    def _epoch(self, key: EpochKey) -> Epoch:
+        if (found := self._epochs.get(key)) is None:
+            status = bytearray(self.sizes[key.name].num_chunks)
+            found = self._epochs[key] = Epoch(key, status)
+        return found
+
+    def _forget(self, epoch: Epoch) -> None:
+        if not (epoch.passes or epoch.places):
+            self._epochs.pop(epoch.key, None)
+
+    def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
+        """What is absent and wanted, and whether somebody waits for it; the first comes first."""
+        passes = self.passes.values()
+        asked = [
+            (want, chunk, each)
+            for each in passes
+            for chunk, want in each.wanted.items()
+            if each.epoch.status[chunk] == ABSENT
+        ]
+        for want, chunk, each in sorted(asked, key=lambda found: found[0]):
+            yield each.epoch.chunk(chunk), not want.can_wait
+        ahead = [
+            (chunk - each.cursor, number, each)
+            for number, each in enumerate(passes)
+            for chunk in each.epoch.absent(each.cursor, each.cursor + self._window)
+        ]
+        for distance, _, each in sorted(ahead, key=lambda found: found[:2]):
+            yield each.epoch.chunk(each.cursor + distance), False
+
+    def _upcoming(self) -> Iterator[ChunkKey]:
+        """Absent chunks at the beginning of epochs that passes will go on to."""
+        for each in self.passes.values():
+            name, number, owner = each.epoch.key
+            num_chunks = len(each.epoch.status)
+            beyond = each.cursor + self._window - num_chunks
+            if each.continues and beyond > 0:
+                key = EpochKey(name, number + 1, owner)
+                epoch = self._epochs.get(key) or Epoch(key, bytearray(num_chunks))
+                yield from map(epoch.chunk, epoch.absent(0, beyond))
+
+    def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
+        epoch = self._epoch(key.of_epoch)
+        epoch.status[key.chunk] = MAKING
+        epoch.places[key.chunk] = address, nbytes
+        return Order(key, address, nbytes)
+
+    def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
+        epoch = self._epoch(key.of_epoch)
+        epoch.deaths.pop(key.chunk, None)
+        epoch.status[key.chunk] = FAILED
+        for each in epoch.passes.values():
+            if each.wanted.pop(key.chunk, None) is not None:
+                failure = ChunkFailed(pass_id=each.pass_id[1], chunk=key.chunk, error=error)
+                self.outbox.append((each.pass_id[0], failure))
+        self._forget(epoch)
+
+    # Lending
+
+    def _lend(self, reader: Pass, chunk: int, *, urgent: bool) -> None:
+        epoch = reader.epoch
+        place = epoch.places[chunk]
+        if (brief := self._is_short(place)) and not urgent:
+            return  # it will be asked for again
+        if epoch.status[chunk] == IDLE:
+            epoch.status[chunk] = HELD
+            self._idle_bytes -= place[1]
+            self.lent_bytes += place[1]
+            self._lent.add(place)
+        if not reader.held:
+            reader.was_asked = False
+        reader.held.add(chunk)
+        ready = ChunkReady(reader.pass_id[1], chunk, *place, brief)
+        self.outbox.append((reader.pass_id[0], ready))
+
+    def _take_back(self, reader: Pass, chunk: int) -> None:
+        epoch = reader.epoch
+        reader.held.discard(chunk)
+        if not any(chunk in each.held for each in epoch.passes.values()):
+            place = epoch.places[chunk]
+            epoch.status[chunk] = IDLE
+            self._lent.remove(place)
+            self.lent_bytes -= place[1]
+            self._idle_bytes += place[1]
+
+    def _is_short(self, place: tuple[int, int]) -> bool:
+        """Whether what is left beside this and the lent chunks is too little for comfort.
+
+        The largest chunk must still find room in one piece.
+        """
+        total, lent = self._space.nbytes, self.lent_bytes + (place not in self._lent) * place[1]
+        if lent > BRIEF_SHARE * total:
+            return True
+        largest = pages(max(size.chunk_bytes for size in self.sizes.values()))
+        if total - lent >= largest * (len(self._lent) + 2):
+            return False  # however they lie, one of the pieces between them is as large
+        edges = [(0, 0), *sorted(self._lent | {place}), (total, 0)]
+        return max(after - begin - n for (begin, n), (after, _) in pairwise(edges)) < largest
+
+    def _recall(self) -> None:
+        """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
+        for each in self.passes.values():
+            if each.held and not each.was_asked:
+                each.was_asked = True
+                self.outbox.append((each.pass_id[0], ReleaseChunks(pass_id=each.pass_id[1])))
+
+    # Dropping
+
+    def _make_room(self, nbytes: int, *, spare: int) -> int | None:
+        """Drops chunks until so many bytes fit in one piece, and returns where they do.
+
+        None if they do not fit without what is held, or is one of the ``spare`` chunks from the
+        cursor of an open pass on.
+        """
+        address = self._space.allocate(nbytes)
+        if address is None and nbytes > self._space.nbytes - self._space.used + self._idle_bytes:
+            return None  # known beforehand: not even without all idle chunks
+        while address is None and (worst := self._worst(spare)) is not None:
+            self._drop(*worst)
+            address = self._space.allocate(nbytes)
+        return address
+
+    def _rank(self, epoch: Epoch) -> tuple[int, str, int, int]:
+        name, number, owner = epoch.key
+        owned = -1 if owner is None else owner
+        return (-1 if name in self._fixed else number), name, number, owned
+
+    def _worst(self, spare: int) -> tuple[Epoch, int] | None:
+        """The chunk to give up first."""
+        epochs = sorted(self._epochs.values(), key=self._rank, reverse=True)
+        for epoch in epochs:
+            first = min(epoch.cursors(), default=len(epoch.status))
+            if (chunk := epoch.status.rfind(IDLE, 0, first)) >= 0:
+                return epoch, chunk
+        found = None
+        for epoch in epochs:
+            for cursor, behind in pairwise([*epoch.cursors(), len(epoch.status)]):
+                chunk = epoch.status.rfind(IDLE, cursor, behind)
+                if chunk - cursor >= spare and (found is None or chunk - cursor > found[0]):
+                    found = chunk - cursor, epoch, chunk
+        return found[1:] if found else None
+
+    def _drop(self, epoch: Epoch, chunk: int) -> None:
+        address, nbytes = epoch.places.pop(chunk)
+        epoch.status[chunk] = ABSENT
+        self.num_dropped += 1
+        self._idle_bytes -= nbytes
+        self._space.free(address, nbytes)
+        self._forget(epoch)
+
+
+def _too_large(key: ChunkKey, nbytes: int, budget: int) -> ChunkError:
+    return ChunkError(
+        summary=f"A chunk of data set {key.name!r} takes {nbytes} bytes, but all preprocessed "
+        f"data together may take {budget}: give SharedPipeline a larger memory_bytes."
+    )
