@@ -5,8 +5,10 @@ python benchmarks/emulated.py --policies elastic --seeds 12
 
 Real processes, messages and decisions; only the devices are emulated: a step on m of them sleeps
 as long as it would take at r(m) = m r(1) f^(m-1). Steps are so long that 16 processes share two
-cores. The fleet is up before the time is taken. The simulation proposes and probes as the executor
-does; moves and decisions cost what they were measured to cost in the real sweep.
+cores. The fleet is up before the time is taken. The simulation proposes, probes and measures rates
+as the executor does; moves and decisions cost what they were measured to cost in the real sweep.
+A percent on a rate decides which trials train together, so it is the mean of several simulations
+whose rates differ by that much.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ MOST_EPOCHS = 40  # that a trial says it may take
 EPOCH_S = (0.3, 5.0)
 LATE_S = 0.02  # by which a step may be late by chance: no more, or moves would cost nothing
 PROFILED_STEPS = 12  # 6 to 24, by their length
+NUM_SIMULATIONS = 12
+NOISE = 0.01  # by which rates differ between them
 
 
 def ensemble(seed: int) -> list[SimulatedTrial]:
@@ -102,21 +106,33 @@ def swept(trials: list[SimulatedTrial], policy: str) -> FleetSummary:
 
 def simulated_s(trials: list[SimulatedTrial], policy: str, real: FleetSummary) -> float:
     """The makespan that the simulation expects."""
-    costs = {"rescale_up_s": real.move_s, "rescale_down_s": real.move_s}
     decision_s = [plan.solve_time_s for plan in real.plans]
-    scenario = EnsembleScenario(
-        trials=[replace(trial, **costs) for trial in trials],
-        num_devices=NUM_DEVICES,
-        devices_per_node=NUM_DEVICES,
-        policy=policy,
-        lookahead=0,
-        movable=True,
-        rules=Rules(
-            profile_samples=PROFILED_STEPS * BATCH,
-            decision_s=statistics.fmean(decision_s) if decision_s else 0.0,
-        ),
+    rules = Rules(
+        profile_samples=PROFILED_STEPS * BATCH,
+        decision_s=statistics.fmean(decision_s) if decision_s else 0.0,
     )
-    return scenario.run().end_s
+    generator = np.random.default_rng(0)
+    scenarios = (
+        EnsembleScenario(
+            trials=[varied(trial, generator, real.move_s) for trial in trials],
+            num_devices=NUM_DEVICES,
+            devices_per_node=NUM_DEVICES,
+            policy=policy,
+            widest_known=0,
+            lookahead=0,
+            movable=True,
+            rules=rules,
+        )
+        for _ in range(NUM_SIMULATIONS)
+    )
+    return statistics.fmean(scenario.run().end_s for scenario in scenarios)
+
+
+def varied(trial: SimulatedTrial, generator: np.random.Generator, move_s: float) -> SimulatedTrial:
+    """The trial with slightly other rates, and moves that take so long."""
+    factors = np.exp(NOISE * generator.standard_normal(len(trial.rates)))
+    rates = tuple((factors * trial.rates).tolist())
+    return replace(trial, rates=rates, rescale_up_s=move_s, rescale_down_s=move_s)
 
 
 def main() -> None:

@@ -20,10 +20,11 @@ import os
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -39,9 +40,7 @@ from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.waits import GATHER_S
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
-from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
-from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox, begin
 from optuna_fleet.policies import Own
 from optuna_fleet.processes import die_with, preload
 from optuna_fleet.replay.jobs import load_jobs
@@ -178,55 +177,33 @@ def _orders(changes: Iterable[FleetChange]) -> Iterator[tuple[float, str, int]]:
             yield max(change.time_s, gone.get(node, 0.0)), "join", node
 
 
-@dataclass(frozen=True)
-class HarvestCluster:
-    """Nodes from a mould."""
+class HarvestEngine(Engine):
+    """Hands on what the mould says: the trace gives what it gives, and nobody knows who comes."""
 
-    mould: Mould
+    host = "127.0.0.1"
+    has_leases = False
 
-    def new_runner(self, options: Options) -> Runner:
-        """See `Cluster`."""
-        return FleetRunner(options, HarvestEngine(self.mould), Network(more_may_join=True))
+    def __init__(self, mould: Mould) -> None:
+        self._mould = mould
+        self._thread: threading.Thread | None = None
 
-
-@dataclass
-class HarvestEngine:
-    """Hands on what the mould says."""
-
-    mould: Mould
-    is_open: bool = field(default=False, init=False)
-
-    def open(self, invitation: Invitation) -> None:
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
-        self.mould.pipe.send(invitation)
-        self.is_open = True
 
-    def want(self, nodes: int | None) -> None:
-        """See `Engine`: the trace gives what it gives."""
+        def hand_on() -> None:
+            with contextlib.suppress(EOFError, OSError):  # it has ended
+                while True:
+                    inbox.put(self._mould.pipe.recv())
 
-    def expected(self) -> Iterable[str]:
-        """See `Engine`: nobody knows who comes."""
-        return ()
-
-    def gone(self) -> Sequence[Departure]:
-        """See `Engine`."""
-        departures = []
-        while self.is_open and self.mould.pipe.poll():
-            departures.append(self.mould.pipe.recv())
-        return departures
-
-    def readables(self) -> Iterable[Readable]:
-        """See `Engine`."""
-        return (self.mould.pipe,) if self.is_open else ()
-
-    def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`: the mould ends it when its time has come."""
+        self._mould.pipe.send(invitation)
+        self._thread = begin("The mould", inbox, hand_on)
 
     def close(self) -> None:
         """See `Engine`."""
-        if self.is_open:
-            self.is_open = False
-            self.mould.close()
+        if self._thread is not None:
+            self._mould.close()
+            self._thread.join()
+            self._thread = None
 
 
 # -- live -------------------------------------------------------------------------------------
@@ -412,7 +389,7 @@ class Harvest:
             FleetExecutor(
                 pipeline,
                 policy=self.policy(policy),
-                cluster=HarvestCluster(mould),
+                cluster=HarvestEngine(mould),
                 checkpoints=Checkpoints(interval_s=CHECKPOINT_S / self.compression),
                 max_trials=self.max_trials,
             ) as fleet,

@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from optuna_fleet.preflight.standalone import Checker
 from tests.preflight.cases_good import GOOD
 from tests.preflight.cases_wrong import WRONG
-from tests.preflight.table import pipeline
-from tests.preflight.verdicts import VERDICTS
+from tests.preflight.table import VERDICTS, pipeline
 
 
 def main() -> None:

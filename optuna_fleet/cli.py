@@ -23,10 +23,9 @@ from optuna_fleet.executor.deciding.trials import PARADIGMS
 from optuna_fleet.policies import Policy
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.fields import LARGEST, MOST
-from optuna_fleet.replay.gantt import save_gantt
 from optuna_fleet.replay.jobs import MIXES, load_jobs
 from optuna_fleet.replay.policy_options import add_policies, policies_given
-from optuna_fleet.replay.report import lines, rows
+from optuna_fleet.replay.report import lines, rows, save_gantt
 from optuna_fleet.replay.scenarios import (
     EnsembleScenario,
     TraceScenario,

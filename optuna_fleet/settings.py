@@ -24,7 +24,7 @@ import numpy as np
 from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.exceptions import FleetConfigError, FleetError, shown
 from optuna_fleet.wire.packing import pack
-from optuna_fleet.wire.unpicklable import explained, variable
+from optuna_fleet.wire.unpicklable import explained
 from optuna_fleet.workplace import Workplace, workplace_here
 
 
@@ -83,7 +83,7 @@ def packed_setup(setup: Callable[[], object] | None) -> bytes:
     try:
         return pack(setup)
     except Exception as error:
-        reason = explained([variable("setup", setup, "given to FleetExecutor")], error)
+        reason = explained({"setup": setup}, "given to FleetExecutor", error)
         raise FleetConfigError(f"`setup` can't be sent to other processes: {reason}") from error
 
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,7 @@ class Workplace:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        time.tzset()
         sys.path[:], sys.argv[:] = self.sys_path, self.argv
         multiprocessing.current_process().authkey = self.key
         importlib.invalidate_caches()  # its folders may have new modules

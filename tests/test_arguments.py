@@ -21,7 +21,6 @@ from optuna_fleet import (
 )
 from optuna_fleet.alloc import MipAllocator
 from optuna_fleet.arguments import check_number
-from optuna_fleet.executor.cluster.inline import InlineCluster
 from optuna_fleet.policies import Elastic, Mip, Own
 
 
@@ -75,7 +74,7 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (FleetExecutor, {"cluster": "slrum"}, "'ray'; did you mean `slurm`?"),
         (FleetExecutor, {"policy": Mip}, "or an object as optuna_fleet.policies.Mip(alpha=0.5)"),
         (FleetExecutor, {"cluster": np.zeros(2)}, "but must be one of 'local', 'inline',"),
-        (FleetExecutor, {"cluster": InlineCluster}, "but must be one of 'local', 'inline',"),
+        (FleetExecutor, {"cluster": LocalCluster}, "but must be one of 'local', 'inline',"),
         (FleetExecutor, {"cluster": "inline", "devices": 0}, "`devices` is 0, but must be"),
         (FleetExecutor, {"device_type": ["cpu"]}, "but must be 'cpu' or 'cuda'."),
         (FleetExecutor, {"device_type": "tpu"}, "`device_type` is 'tpu'"),

@@ -14,6 +14,7 @@ import pytest
 import optuna_fleet
 from optuna_fleet.cli import main
 from optuna_fleet.policies import POLICIES
+from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.invitation import Invitation
 
 COMMON = {"makespan_s", "trials", "rescales", "rounds", "decisions", "idle_s", "waiting_s"}
@@ -347,7 +348,8 @@ def test_an_agent_says_that_there_is_no_such_file(capsys: Any) -> None:
 def test_an_agent_says_what_is_wrong(
     given: str, complaint: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPTUNA_FLEET_TOKEN", Invitation(addresses=(), secret=bytes(32)).token)
+    token = Invitation(addresses=(), credentials=make_credentials()).token
+    monkeypatch.setenv("OPTUNA_FLEET_TOKEN", token)
     assert main(["agent", "--join", "a..b:7", *given.split()]) == 2
     assert complaint in capsys.readouterr().err
 

@@ -108,7 +108,19 @@ def test_a_policy_of_ones_own_decides() -> None:
     assert plan.allocator == "narrow-at-first"
 
 
-def test_processes_of_torchrun_share_a_pipeline(tmp_path: Path) -> None:
+REFUSED = """
+import optuna
+from optuna_fleet import FleetConfigError, FleetExecutor
+
+study = optuna.create_study()
+try:
+    study.optimize(lambda trial: 0.0, n_trials=1, executor=FleetExecutor(devices=1))
+except FleetConfigError as error:
+    print("refused:", error, flush=True)
+"""
+
+
+def test_processes_of_torchrun_share_a_pipeline_but_run_no_sweep(tmp_path: Path) -> None:
     (code,) = (b for b in blocks(ROOT / "docs" / "data.md") if "broadcast_object_list" in b)
     script = tmp_path / "script.py"
     script.write_text(
@@ -120,6 +132,7 @@ def test_processes_of_torchrun_share_a_pipeline(tmp_path: Path) -> None:
         "seen = []\n"
         + code.replace("x, y in", "(x,) in").replace("...", "seen += x.tolist()")
         + "print('seen', *seen, flush=True)\ndist.destroy_process_group()\n"
+        + REFUSED
     )
     launcher = [
         sys.executable,
@@ -134,6 +147,13 @@ def test_processes_of_torchrun_share_a_pipeline(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines() if line.startswith("seen")]
     assert sorted(int(n) for line in lines for n in line[1:]) == sorted([*range(50)] * 3)
+    refused = [
+        line for line in ran.stdout.splitlines() if line.startswith("refused: torchrun has")
+    ]
+    assert [line.partition(" as process ")[2][:6] for line in sorted(refused)] == [
+        "0 of 2",
+        "1 of 2",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:Local rank information")
@@ -160,7 +180,7 @@ def test_pages_and_files_that_are_named_are_there() -> None:
             for page in re.findall(r"docs/(\w+\.md)", file.read_text()):
                 assert (ROOT / "docs" / page).exists(), f"{file}: {page}"
     text = (ROOT / "docs" / "architecture.md").read_text()
-    named = re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", text)
+    named = re.findall(r"[`\"](\w+/[\w/]*(?:\.py)?)[`\"]", text)
     assert len(named) > 30
     assert [name for name in named if not (ROOT / "optuna_fleet" / name).exists()] == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -189,14 +190,6 @@ def test_modules_stay_small() -> None:
     assert {m: n for m, n in lengths.items() if n > 400} == {}
 
 
-def test_what_places_agents_stays_smaller() -> None:
-    engines = ("local", "join", "ray", "slurm", "asking", "engine")
-    names = tuple(f"optuna_fleet.executor.cluster.{name}" for name in engines)
-    modules = {m: path for m, path in MODULES.items() if m.startswith(names)}
-    assert len(modules) > len(names)
-    assert {m for m, path in modules.items() if len(path.read_text().splitlines()) >= 200} == set()
-
-
 def test_the_driver_does_not_import_torch() -> None:
     code = "import sys, optuna_fleet; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -218,8 +211,22 @@ def test_no_example_of_a_property_has_a_deadline() -> None:
     assert hypothesis.settings().deadline is None
 
 
-PUBLIC = ("policies", "exceptions", "visualization", "integrations", "replay")
-NEUTRAL = ("tests.behaviour", "tests.leftovers", "tests.nursery")
+def test_one_module_names_what_is_private_to_optuna() -> None:
+    """Attributes can't be told apart from ours; what is imported can."""
+    for module in MODULES.keys() - {"optuna_fleet.sampler_bridge.compat"}:
+        names = {name for name in imported(MODULES[module]) if name.startswith("optuna.")}
+        private = {name for name in names if any(is_private(part) for part in name.split("."))}
+        assert private == set(), module
+
+
+PUBLIC = ("policies", "exceptions", "visualization", "integrations", "replay", "cli")
+NEUTRAL = (
+    "tests.behaviour",
+    "tests.leftovers",
+    "tests.nursery",
+    "tests.storage_servers",
+    "tests.waiting",
+)
 """What tests of behaviour may import of the others; the pipeline's have harnesses beside them."""
 
 
@@ -228,19 +235,73 @@ def test_behaviour_is_tested_by_public_names(folder: str) -> None:
     """Only so do these tests survive what is rebuilt; their harness may know internals."""
     paths = set((ROOT.parent / folder).glob("*.py"))
     paths -= {path for path in paths if path.name == "harness.py"}
-    packages = (optuna_fleet, alloc)
-    allowed = {f"{p.__name__}.{name}" for p in packages for name in p.__all__}
-    allowed |= {package.__name__ for package in packages}
-    rooms = tuple(f"optuna_fleet.{room}" for room in PUBLIC)
     assert len(paths) > 5
     for path in paths:
         for name in imported(path):
             root = name.split(".")[0]
-            is_public = name in allowed or name.startswith(rooms)
-            assert root != "optuna_fleet" or is_public, (path.name, name)
+            assert is_public(name), (path.name, name)
             is_neutral = name == "tests" or name.startswith(NEUTRAL)
             assert root != "tests" or is_neutral, (path.name, name)
         assert private_names(path) == set(), path.name
+
+
+def is_public(name: str) -> bool:
+    """Or of another package."""
+    packages = (optuna_fleet, alloc)
+    allowed = {f"{p.__name__}.{name}" for p in packages for name in ("", *p.__all__)}
+    rooms = tuple(f"optuna_fleet.{room}" for room in PUBLIC)
+    is_ours = name.split(".")[0] == "optuna_fleet"
+    return not is_ours or f"{name}." in allowed or name in allowed or name.startswith(rooms)
+
+
+def test_most_tests_are_of_behaviour() -> None:
+    """Those that know internals, but for pure decisions, are in the way of who rebuilds these."""
+    paths = (ROOT.parent / "tests").rglob("test_*.py")
+    others = [path for path in paths if path.parent.name not in ("unit", "alloc")]
+    found = Counter(is_so for path in others for is_so in are_of_behaviour(path))
+    assert found[True] > found[False], found
+
+
+def are_of_behaviour(path: Path) -> Iterator[bool]:
+    """Of each test of a module: whether it gets by with public names and with what tests share."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    aliases = [(f"{node.module}.{alias.name}", alias) for node in imports for alias in node.names]
+    internals = {alias.asname or alias.name for name, alias in aliases if not is_public(name)}
+    uses = {n.name: used_by(n) for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for test in uses:
+        if test.startswith("test_"):
+            names, left = set[str](), {test}
+            while left:
+                names |= left
+                left = set[str]().union(*(uses.get(name, set()) for name in left)) - names
+            yield not (names & internals or any(map(is_private, names)))
+
+
+def used_by(node: ast.AST) -> set[str]:
+    """Names in a definition, fixtures too, and private attributes of others."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    found |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    attributes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    others = (each.attr for each in attributes if getattr(each.value, "id", "") != "self")
+    return {name for name in found if not is_private(name)} | set(filter(is_private, others))
+
+
+def test_unit_tests_are_of_pure_decisions() -> None:
+    """They start nothing, train nothing and patch nothing: so they are quick, and stay true."""
+    doing = {"torch", "optuna", "subprocess", "multiprocessing", "socket", "unittest"}
+    paths = set((ROOT.parent / "tests/unit").glob("*.py"))
+    assert len(paths) > 10
+    for path in paths:
+        names = imported(path)
+        assert not {name.split(".")[0] for name in names} & doing, path.name
+        assert "optuna_fleet.FleetExecutor" not in names, path.name
+        others = {name for name in names if name.startswith("tests.")}
+        assert {name for name in others if not name.startswith("tests.unit")} == set(), path.name
+        arguments = {
+            n.arg for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.arg)
+        }
+        assert not arguments & {"monkeypatch", "fleet"}, path.name
 
 
 def private_names(path: Path) -> set[str]:

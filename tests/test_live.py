@@ -34,11 +34,11 @@ from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY
 from optuna_fleet.visualization.live.command import _until_interrupt
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 from optuna_fleet.visualization.live.page import page
-from optuna_fleet.visualization.live.snapshot import Condition, snapshot_of
+from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.terminal import rendered
 from optuna_fleet.visualization.live.view import View, duration, printable, ranges, view_of
 from tests.browser import Browser, has_browser
-from tests.executor.storage_servers import Postgres, has_postgres
+from tests.storage_servers import Postgres, has_postgres
 
 START = 1.7e9
 
@@ -113,7 +113,7 @@ def study() -> optuna.Study:
 
 
 def at(study: optuna.Study, seconds: float) -> Any:
-    return snapshot_of(study, START + seconds)
+    return Snapshot(study, START + seconds)
 
 
 def test_a_study_in_memory_has_what_its_copy_in_a_database_has(study: optuna.Study) -> None:
@@ -130,18 +130,18 @@ def test_a_study_in_memory_has_what_its_copy_in_a_database_has(study: optuna.Stu
 def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     snapshot = at(study, 40)
     assert snapshot.condition is Condition.RUNNING
-    places = {run.number: [(d.node, d.number) for d in run.devices] for run in snapshot.runs}
+    places = {run.state.trial: [(d.node, d.device) for d in run.devices] for run in snapshot.runs}
     assert places == {3: [("n1", 0), ("n1", 1)], 4: [("n2", 3)]}
-    assert [device.number for device in snapshot.idle] == [2]
+    assert [device.device for device in snapshot.idle] == [2]
     wide, plain = snapshot.runs
-    assert (wide.for_s, wide.left_s, wide.samples_per_s, wide.value) == (10, 10, 12345.6, 0.5)
-    assert (plain.for_s, plain.left_s, plain.samples_per_s, plain.value) == (5, None, None, None)
-    assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ((5,), (), 8)
+    assert (wide.for_s, wide.left_s, wide.value) == (10, 10, 0.5)
+    assert (plain.for_s, plain.left_s, plain.value) == (5, None, None)
+    assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ({5}, set(), 8)
     assert [trial.number for trial in snapshot.best] == [1]
-    assert [(trial.number, snapshot.widths[trial.number]) for trial in snapshot.recent] == [
-        (2, (1,)),
-        (1, (2,)),
-        (0, (1,)),
+    assert [(trial.number, snapshot.widths(trial.number)) for trial in snapshot.recent] == [
+        (2, [1]),
+        (1, [2]),
+        (0, [1]),
     ]
 
 
@@ -157,7 +157,7 @@ def test_a_trial_that_ends_while_the_study_is_read_may_be_the_best(
 def test_a_trial_that_has_begun_since_the_driver_wrote_is_nowhere_yet(study: Any) -> None:
     add_trial(study, TrialState.RUNNING, began=39.5)
     add_trial(study, TrialState.RUNNING, began=38.5)
-    assert at(study, 40).elsewhere == (7,)
+    assert at(study, 40).elsewhere == {7}
 
 
 def test_a_trial_that_has_ended_since_the_driver_wrote_is_on_no_device() -> None:
@@ -166,7 +166,7 @@ def test_a_trial_that_has_ended_since_the_driver_wrote_is_on_no_device() -> None
     add_devices(study, "n")
     note(study, 1, RunState(trial=0, devices=(0,), start=START), n_trials=1, num_asked=1)
     snapshot = at(study, 2)
-    assert snapshot.runs == ()
+    assert snapshot.runs == []
     assert len(snapshot.idle) == 1
 
 
@@ -194,8 +194,8 @@ def test_a_call_that_has_ended_has_no_devices(
     note(study, 50, ending=ending, n_trials=14, num_asked=6)
     snapshot = at(study, 1000)
     assert snapshot.condition is condition
-    assert (snapshot.devices, snapshot.runs, snapshot.expected_end) == ((), (), None)
-    assert snapshot.elsewhere == (3, 4, 5)  # nobody has told them as ended
+    assert (snapshot.devices, snapshot.runs, snapshot.expected_end) == ([], [], None)
+    assert snapshot.elsewhere == {3, 4, 5}  # nobody has told them as ended
 
 
 def test_a_later_call_takes_the_place_of_one_that_died(study: optuna.Study) -> None:
@@ -205,8 +205,8 @@ def test_a_later_call_takes_the_place_of_one_that_died(study: optuna.Study) -> N
     snapshot = at(study, 203)
     assert snapshot.condition is Condition.RUNNING
     assert {device.node for device in snapshot.devices} == {"n9"}
-    assert [run.number for run in snapshot.runs] == [3]
-    assert snapshot.elsewhere == (4, 5)
+    assert [run.state.trial for run in snapshot.runs] == [3]
+    assert snapshot.elsewhere == {4, 5}
 
 
 def test_several_drivers_of_one_study_are_seen_together(study: optuna.Study) -> None:
@@ -215,9 +215,9 @@ def test_several_drivers_of_one_study_are_seen_together(study: optuna.Study) -> 
     run = RunState(trial=6, devices=(0,), start=START + 2)
     note(study, 39, run, began=1, n_trials=3, num_asked=1)
     snapshot = at(study, 40)
-    assert [run.number for run in snapshot.runs] == [3, 4, 6]
+    assert [run.state.trial for run in snapshot.runs] == [3, 4, 6]
     assert len(snapshot.devices) == 5
-    assert [(d.node, d.number) for d in snapshot.runs[-1].devices] == [("other", 0)]
+    assert [(d.node, d.device) for d in snapshot.runs[-1].devices] == [("other", 0)]
     assert len(snapshot.idle) == 1
     assert snapshot.num_to_come == 8 + 2
 
@@ -229,7 +229,7 @@ def test_any_study_can_be_looked_at() -> None:
     trial = study.ask()
     snapshot = at(study, 0)
     assert snapshot.condition is Condition.NOT_A_FLEETS
-    assert snapshot.elsewhere == (trial.number,)
+    assert snapshot.elsewhere == {trial.number}
     assert view_of(snapshot).facts[0] == ("trials", "1 running, 2 complete")
 
 

@@ -5,11 +5,9 @@ A pruner carries them out: it runs in the driver, while the trial that asked wai
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import functools
-import io
 import logging
 import os
 import pickle
@@ -26,13 +24,13 @@ import optuna
 import pytest
 
 import optuna_fleet
-from optuna_fleet import FleetExecutor
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.executor.fleet import listener
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import ServerConfig
-from optuna_fleet.wire.channel import HELLO, connect, derived
+from optuna_fleet.wire.channel import HELLO, connect
+from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.invitation import Invitation
 from tests.fleets import Leg, fleet_of, small_pipeline, train
 from tests.waiting import until
@@ -173,19 +171,6 @@ def bother(port: int, words: bytes, *, is_dropped: bool) -> None:
         assert not is_dropped or hangs_up(sock)
 
 
-def words_that_opened(connections: Any) -> bytes:
-    """What a client said to be let in, which somebody overheard."""
-    with socket.create_connection(
-        (connections.host, connections.port), timeout=PATIENCE_S
-    ) as sock:
-        hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
-        client = os.urandom(32)
-        words = HELLO + client + derived(connections.secret, b"client", client, hello[-32:])
-        sock.sendall(words)
-        assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
-    return words
-
-
 def test_strangers_change_nothing(
     fleet: Any,
     undisturbed: list[Any],
@@ -193,7 +178,7 @@ def test_strangers_change_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Garbage of any size, replays, wrong secrets, half-open connections in their hundreds."""
+    """Garbage of any size, other certificates, half-open connections in their hundreds."""
     monkeypatch.setattr(listener, "_QUIET_S", 1000.0)  # this may take long
     connections, rng, reports = connections_of(fleet), random.Random(0), []
     bomb = pickle.dumps(Bomb(tmp_path / "boom"))
@@ -201,12 +186,12 @@ def test_strangers_change_nothing(
 
     def attack(trial: optuna.trial.FrozenTrial) -> None:
         reports.append(trial.number)
-        replay = words_that_opened(connections)
         garbage = [rng.randbytes(2 ** rng.randrange(18)) for _ in range(20)]
-        for words in (b"", replay, replay[:-1], replay + bomb, bomb, HELLO + bomb, *garbage):
+        for words in (b"", bomb, HELLO + bomb, *garbage):
             bother(connections.port, words, is_dropped=True)
+        other = dataclasses.replace(connections.invitation, credentials=make_credentials())
         with pytest.raises(ProtocolError):
-            connect(dataclasses.replace(connections.invitation, secret=b"x" * 32))
+            connect(other)
         half_open.extend(
             socket.create_connection((connections.host, connections.port)) for _ in range(150)
         )
@@ -282,7 +267,7 @@ def test_what_can_be_seen_and_reached(fleet: Any, undisturbed: list[Any], folder
         if trial.number == 0 and len(trial.intermediate_values) == 2:
             seen.extend(fleet_processes())
             check_ports(fleet, seen)
-            check_secret(connections_of(fleet).secret, seen)
+            check_key(connections_of(fleet).invitation, seen)
             check_modes(folder / "new" / "checkpoints")
             assert checkpoints
             if os.geteuid() == 0:
@@ -298,8 +283,9 @@ def check_ports(fleet: Any, pids: list[int]) -> None:
     assert {address for address, _ in found} == {LOOPBACK}
 
 
-def check_secret(secret: bytes, pids: list[int]) -> None:
-    forms = [secret, secret.hex().encode(), base64.b64encode(secret), repr(secret).encode()]
+def check_key(invitation: Invitation, pids: list[int]) -> None:
+    key = invitation.credentials.splitlines()[-2]
+    forms = [key, invitation.token.encode()[-100:]]
     for pid in pids:
         for name in ("cmdline", "environ"):
             text = Path(f"/proc/{pid}/{name}").read_bytes()
@@ -354,7 +340,8 @@ def as_other_user(script: str, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize("holder", [Invitation, ServerConfig, Address])
 def test_what_holds_the_secret_does_not_show_it(holder: type) -> None:
-    (secret,) = (field for field in dataclasses.fields(holder) if field.name == "secret")
+    names = ("secret", "credentials")
+    (secret,) = (field for field in dataclasses.fields(holder) if field.name in names)
     assert not secret.repr
 
 
@@ -439,57 +426,3 @@ def other_user_knocks(name: str) -> None:
         "except ConnectionResetError: print(0)"
     )
     assert as_other_user(script, name[1:]) == ["0"]
-
-
-# -- the study's journal file --------------------------------------------------------------------
-
-
-@pytest.fixture
-def umask() -> Iterator[None]:
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
-def journal_study(path: Path) -> optuna.Study:
-    backend = optuna.storages.journal.JournalFileBackend(str(path))
-    return optuna.create_study(storage=optuna.storages.JournalStorage(backend))
-
-
-def one_trial(trial: Any) -> float:
-    return 0.0
-
-
-@pytest.mark.usefixtures("umask")
-@pytest.mark.parametrize(("mode", "then"), [(None, 0o600), (0o660, 0o660), (0o640, 0o640)])
-def test_a_journal_file_whose_mode_nobody_chose_is_made_private(
-    mode: int | None, then: int, tmp_path: Path, log: io.StringIO
-) -> None:
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    path = tmp_path / "study.log"
-    study = journal_study(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    if mode is not None:
-        path.chmod(mode)
-    for _ in range(2):
-        study.optimize(one_trial, n_trials=1, executor=FleetExecutor(cluster="inline"))
-    assert len(study.trials) == 2
-    assert stat.S_IMODE(path.stat().st_mode) == then
-    assert log.getvalue().count("chmod 660") == (1 if mode is None else 0)
-
-
-@pytest.mark.usefixtures("umask")
-def test_a_journal_file_of_a_group_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = journal_study(tmp_path / "study.log")
-    monkeypatch.setattr(os, "getegid", lambda: (tmp_path / "study.log").stat().st_gid + 1)
-    study.optimize(one_trial, n_trials=1, executor=FleetExecutor(cluster="inline"))
-    assert stat.S_IMODE((tmp_path / "study.log").stat().st_mode) == 0o644
-
-
-@pytest.mark.usefixtures("umask")
-def test_storages_without_a_journal_file_are_left_alone(tmp_path: Path) -> None:
-    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
-    study.optimize(one_trial, n_trials=1, executor=FleetExecutor(cluster="inline"))
-    assert stat.S_IMODE((tmp_path / "study.db").stat().st_mode) == 0o644

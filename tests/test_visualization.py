@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -17,11 +18,12 @@ from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, PIPELINE_KEY, DeviceSpan
 from optuna_fleet.visualization import plot_timeline, save_timeline
-from optuna_fleet.visualization.bars import Mark, bars_of, round_starts
-from optuna_fleet.visualization.lane import Curve, Lane, lane_of, steps
-from optuna_fleet.visualization.style import IS_THERE, NO_FLIGHTS, colour_of
+from optuna_fleet.visualization.figure import colour_of
 
 START = 1.7e9
+IS_THERE = "node is there"
+PRUNED, FAILED, MOVED, LOST = "pruned", "failed", "checkpointed to move", "devices lost"
+BUSY, STALLED, QUEUE = CURVES = "preprocessors busy", "trials wait for data", "queue of data"
 
 
 def flight(devices, start, end, *, rnd=1, ending="returned"):
@@ -110,55 +112,21 @@ def legend(figure):
     return [entry.name for entry in entries if entry.showlegend is not False]
 
 
-def test_there_is_one_bar_per_flight_and_device(study):
-    spans = [(b.number, b.device, b.start_s, b.end_s, b.flight) for b in bars_of(study)]
-    assert spans == [
-        (0, 0, 0, 10, 1),
-        (0, 1, 0, 10, 1),
-        (1, 4, 0, 4, 1),
-        (2, 4, 4, 8, 1),
-        (3, 4, 8, 20, 1),
-        (1, 0, 10, 18, 2),
-        (1, 1, 18, 30, 3),
-    ]
-
-
-def test_a_bar_knows_its_trial_and_flight(study):
-    bar = bars_of(study)[0]
-    assert (bar.state, bar.values, bar.params) == (TrialState.COMPLETE, (0.75,), (("lr", 0.1),))
-    assert (bar.devices, bar.round, bar.num_flights) == ((0, 1), 1, 1)
-    assert (bar.ending, bar.probing_s, bar.data_wait_s) == ("returned", 0.5, 0.25)
-
-
-def test_ends_are_marked(study):
-    marks = {(b.number, b.flight): b.mark for b in bars_of(study)}
-    assert marks == {
-        (0, 1): None,
-        (1, 1): Mark.MOVED,
-        (1, 2): Mark.LOST,
-        (1, 3): None,
-        (2, 1): Mark.PRUNED,
-        (3, 1): Mark.FAILED,
-    }
-
-
 def test_only_the_last_flight_carries_the_trials_end():
     study = optuna.create_study()
     moved, last = flight([0], 0, 1, ending="yielded"), flight([1], 1, 2, ending="lost")
     add_trial(study, moved, last, state=TrialState.PRUNED)
-    assert [b.mark for b in bars_of(study)] == [Mark.MOVED, Mark.PRUNED]
+    figure = plot_timeline(study)
+    assert [t.name for t in figure.data if t.type == "scatter"] == [MOVED]
+    assert [row[-1] for row in drawn(figure)] == ["", "/"]
 
 
 def test_running_trials_show_the_flights_they_finished():
     study = optuna.create_study()
     add_trial(study, flight([0], 0, 5, ending="yielded"), state=TrialState.RUNNING)
-    (bar,) = bars_of(study)
-    assert (bar.state, bar.values, bar.mark) == (TrialState.RUNNING, (), Mark.MOVED)
-    assert "value: none yet" in plot_timeline(study).data[0].customdata[0]
-
-
-def test_rounds_start_where_their_number_increases(study):
-    assert round_starts(bars_of(study)) == [10, 18]
+    bar, mark = plot_timeline(study).data
+    assert "<b>trial 0</b> (running)<br>value: none yet" in bar.customdata[0]
+    assert mark.name == MOVED
 
 
 def test_each_optimize_call_counts_its_rounds_anew():
@@ -167,36 +135,33 @@ def test_each_optimize_call_counts_its_rounds_anew():
     add_trial(study, flight([0], 5, 9, rnd=2))
     add_trial(study, flight([0], 50, 55, rnd=1))
     add_trial(study, flight([0], 55, 60, rnd=2))
-    assert round_starts(bars_of(study)) == [5, 55]
+    assert [line.x0 for line in plot_timeline(study).layout.shapes] == [5, 55]
 
 
 def test_a_clock_set_back_gives_no_negative_bar():
     study = optuna.create_study()
     add_trial(study, flight([0], 5, 3))
-    assert [(b.start_s, b.end_s) for b in bars_of(study)] == [(0, 0)]
-    assert len(drawn(plot_timeline(study))) == 1
+    assert [row[:3] for row in drawn(plot_timeline(study))] == [(0, 0, 0)]
 
 
 def test_records_survive_a_database(tmp_path):
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
     add_trial(study, flight((0, 1), 0, 5))
-    assert [b.devices for b in bars_of(study)] == [(0, 1), (0, 1)]
+    assert [row[:3] for row in drawn(plot_timeline(study))] == [(0, 0, 5), (1, 0, 5)]
 
 
 def test_the_figure_draws_the_bars(study):
     figure = plot_timeline(study)
     assert isinstance(figure, go.Figure)
-    rows = {0: 0, 1: 1, 4: 2}
-    assert drawn(figure) == sorted(
-        (
-            rows[b.device],
-            b.start_s,
-            b.end_s - b.start_s,
-            str(b.number),
-            "/" if b.mark is Mark.PRUNED else "",
-        )
-        for b in bars_of(study)
-    )
+    assert drawn(figure) == [
+        (0, 0, 10, "0", ""),
+        (0, 10, 8, "1", ""),
+        (1, 0, 10, "0", ""),
+        (1, 18, 12, "1", ""),
+        (2, 0, 4, "1", ""),
+        (2, 4, 4, "2", "/"),
+        (2, 8, 12, "3", ""),
+    ]
     assert figure.layout.yaxis.ticktext == ("0", "1", "4")
     assert figure.layout.title.text == "mixed: 4 trials on 3 devices"
 
@@ -204,9 +169,9 @@ def test_the_figure_draws_the_bars(study):
 def test_the_figure_marks_the_ends(study):
     marks = {t.name: (t.x, t.y) for t in plot_timeline(study).data if t.type == "scatter"}
     assert marks == {
-        Mark.FAILED.value: ((20,), (2,)),
-        Mark.MOVED.value: ((4,), (2,)),
-        Mark.LOST.value: ((18,), (0,)),
+        FAILED: ((20,), (2,)),
+        MOVED: ((4,), (2,)),
+        LOST: ((18,), (0,)),
     }
 
 
@@ -237,13 +202,17 @@ def test_a_trial_has_one_colour_and_neighbours_differ(study):
 
 def test_the_legend_names_few_trials_and_the_marks(study):
     names = [f"trial {n}" for n in range(4)]
-    assert legend(plot_timeline(study)) == [*names, *(m.value for m in Mark), "new round"]
+    assert legend(plot_timeline(study)) == [*names, PRUNED, FAILED, MOVED, LOST, "new round"]
 
 
 def test_the_legend_shows_the_marks_first_and_pruned_trials_hatched(study):
     figure = plot_timeline(study)
     ranks = {e.name: e.legendrank or 1000 for e in [*figure.data, *figure.layout.shapes]}
-    assert max(ranks[m.value] for m in Mark) == ranks["new round"] < ranks["trial 0"]
+    assert (
+        max(ranks[m] for m in (PRUNED, FAILED, MOVED, LOST))
+        == ranks["new round"]
+        < ranks["trial 0"]
+    )
     add_trial(study, flight([0], 50, 51), flight([0], 51, 52), state=TrialState.PRUNED)
     assert plot_timeline(study).data[4].marker.pattern.shape == ("/", "")
 
@@ -275,7 +244,7 @@ def test_a_study_that_never_flew_gives_an_empty_figure_and_a_warning(caplog):
     optuna.logging.disable_propagation()
     assert "does not have any flights" in caplog.text
     assert figure.data == ()
-    assert [a.text for a in figure.layout.annotations] == [NO_FLIGHTS]
+    assert ["No flights are recorded" in a.text for a in figure.layout.annotations] == [True]
 
 
 @pytest.mark.parametrize("draw", [plot_timeline, lambda study: save_timeline(study, "x.png")])
@@ -302,47 +271,31 @@ def test_the_picture_has_the_colours_of_its_trials(study, tmp_path):
     assert (pixels[0, :, :3] == 1).all()  # white, in dark mode too
 
 
-def test_the_lane_has_what_the_study_recorded(watched):
-    lane = lane_of(watched, 3)
-    assert [(s.start, s.end, s.busy) for s in lane.spans] == [
-        (0, 4, 0.5),
-        (4, 8, 1.0),
-        (10, 30, 0.25),
-    ]
-    line = [(0, 0.75), (4, 0.75), (4, 0.0), (8, 0.0), None, (10, 1.0), (30, 1.0)]
-    assert steps(lane.spans, Curve.QUEUE) == line
-
-
-@pytest.mark.parametrize("num_devices", [1, 3, 200])
-def test_the_lane_lies_below_the_devices(num_devices, watched):
-    lane = lane_of(watched, num_devices)
-    assert lane.rows >= 1
-    assert num_devices - 0.5 < lane.place(1.0) < lane.place(0.5) < lane.place(0.0)
-    assert lane.place(0.0) < num_devices + lane.rows - 0.5
-    assert (lane.place(1.2), lane.place(-0.1)) == (lane.place(1.0), lane.place(0.0))
-
-
-def test_the_figure_draws_the_lane(watched):
+def test_the_figure_draws_the_lane_below_the_devices(watched):
     figure = plot_timeline(watched)
-    lane = lane_of(watched, 3)
-    by_name = {trace.name: trace for trace in figure.data}
-    busy, stalled, queue = (by_name[curve.value] for curve in Curve)
+    busy, stalled, queue = (one(figure, curve) for curve in CURVES)
+    none, half, top = queue.y[3], stalled.y[7], queue.y[5]
+    assert 2.5 < top < half < none < figure.layout.yaxis.range[0]
+    assert half == pytest.approx((top + none) / 2)
     assert busy.x[:6] == (0, 0, 4, 4, 0, None)
-    assert busy.y[:6] == (*[lane.bottom, *[lane.place(0.5)] * 2, *[lane.bottom] * 2], None)
-    assert stalled.y[7] == lane.place(0.5)
+    assert busy.y[:6] == (none, half, half, none, none, None)
     assert queue.x == (0, 4, 4, 8, None, 10, 30)
-    assert queue.y[0] == lane.place(0.75)
+    assert queue.y[0] == pytest.approx((top + half) / 2)
     assert "2.0 preprocessors, busy for 25% of their time" in queue.customdata[-1]
     assert figure.layout.yaxis.ticktext == ("0", "1", "4", "data")
-    assert figure.layout.yaxis.range[0] == 3 + lane.rows - 0.5
+
+
+def one(figure, name):
+    (found,) = (trace for trace in figure.data if trace.name == name)
+    return found
 
 
 def test_the_picture_shows_the_lane(watched, tmp_path):
     save_timeline(watched, tmp_path / "with.png")
     pixels = imread(tmp_path / "with.png")
     shown = {tuple(p) for p in (pixels[:, :, :3].reshape(-1, 3) * 255).round().astype(int)}
-    for curve in Curve:
-        assert tuple(bytes.fromhex(curve.colour.removeprefix("#"))) in shown
+    for colour in ("9DB4C0", "B2182B", "222222"):
+        assert tuple(bytes.fromhex(colour)) in shown
     assert pixels.shape[0] == imread(drawn_without_lane(tmp_path)).shape[0] + 60
 
 
@@ -354,10 +307,7 @@ def drawn_without_lane(folder):
 
 
 def test_studies_recorded_without_a_lane_are_drawn_without_one(study):
-    assert lane_of(study, 3) == Lane(num_devices=3)
-    assert not {curve.value for curve in Curve} & {
-        trace.name for trace in plot_timeline(study).data
-    }
+    assert not {*CURVES} & {trace.name for trace in plot_timeline(study).data}
 
 
 def test_a_lane_without_a_flight_is_no_picture():
@@ -436,20 +386,16 @@ def on_nodes(study):
     return study
 
 
-def test_bars_know_their_nodes(on_nodes):
-    nodes = {(b.number, b.flight, b.device): b.node for b in bars_of(on_nodes)}
-    assert nodes[(0, 1, 0)] == nodes[(0, 1, 1)] == "a"
-    assert nodes[(1, 1, 4)] == "b"
-    assert nodes[(1, 3, 1)] == "b"
-
-
 def test_devices_of_drivers_that_run_at_once_are_told_apart():
     study = optuna.create_study()
     for began, node in ((0, "a"), (5, "b")):
         add_stays(study, (0, node, began, 40), (1, node, began, 40), began=began)
         add_trial(study, flight([0], began, began + 1), began=began)
         add_trial(study, flight([1], 10 + began, 30), began=began)
-    assert [(b.number, b.node) for b in bars_of(study)] == [(0, "a"), (2, "b"), (1, "a"), (3, "b")]
+    figure = plot_timeline(study)
+    bars = [trace for trace in figure.data if str(trace.name).startswith("trial")]
+    nodes = [re.search("node: (.)", bar.customdata[0])[1] for bar in bars]
+    assert nodes == ["a", "a", "b", "b"]
 
 
 def test_rows_are_grouped_by_node_and_say_which(on_nodes):

@@ -240,7 +240,7 @@ class Replayed:
     Attributes:
         report: See `trace_report`.
         percent: U, until the trace first ends.
-        windows: U of every six hours until then.
+        windows: U of every six hours until then in which a node was idle.
         invested: Samples that were trained, over what an event costs.
         node_hours: Of nodes that were idle, until the last trial ended.
         hours: By model, of the trials that ended.
@@ -315,12 +315,13 @@ def _replayed(scenario: TraceScenario) -> Replayed:
             hours[progress.trial.name].append((progress.ended_s - progress.begun_s) / _HOUR_S)
     end_s = scenario.trace.end_s
     windows = [k * _WINDOW_S for k in range(max(1, round(end_s / _WINDOW_S)))]
+    in_windows = [_u(scenario, outcome, t, min(t + _WINDOW_S, end_s)) for t in windows]
     trained = sum(progress.samples for progress in outcome.trials.values())
     present_h = sum(outcome.totals.present_s.values()) / _HOUR_S
     return Replayed(
         report=report,
         percent=_u(scenario, outcome, 0.0, end_s),
-        windows=tuple(_u(scenario, outcome, t, min(t + _WINDOW_S, end_s)) for t in windows),
+        windows=tuple(u for u in in_windows if not math.isnan(u)),
         invested=trained / (report["rescale_samples_per_event"] or math.nan),
         node_hours=present_h if scenario.to_the_end else math.nan,
         hours={name: statistics.fmean(its) for name, its in hours.items()},
@@ -333,7 +334,10 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def _u(scenario: TraceScenario, outcome: Outcome, begin_s: float, end_s: float) -> float:
-    """U in per cent between two moments; what a run trained is spread evenly over it."""
+    """U in per cent between two moments; what a run trained is spread evenly over it.
+
+    NaN if no node was idle.
+    """
     samples: dict[int, float] = defaultdict(float)
     for span in outcome.totals.spans:
         within_s = min(span.end_s, end_s) - max(span.start_s, begin_s)
@@ -343,6 +347,8 @@ def _u(scenario: TraceScenario, outcome: Outcome, begin_s: float, end_s: float) 
     idle_s = scenario.trace.mean_nodes(end_s) * end_s
     if begin_s:
         idle_s -= scenario.trace.mean_nodes(begin_s) * begin_s
+    if not idle_s:
+        return math.nan
     seconds = end_s - begin_s
     return 100 * utilisation(trials, idle_s / seconds, scenario.max_trials, seconds)
 
@@ -392,7 +398,7 @@ def _row(
 
 def _figure10(milp: Sequence[float], heuristic: Sequence[float]) -> Iterator[Row]:
     """Of windows of six hours, T_fwd = 120 s."""
-    gains = [ours / theirs for ours, theirs in zip(milp, heuristic, strict=True)]
+    gains = [ours / theirs for ours, theirs in zip(milp, heuristic, strict=True) if theirs]
     static = (
         "each window has its own static machine here, of as many nodes as were idle in it. A "
         "candidate: the paper's mean is that of the whole week, as in Fig. 9"
@@ -404,9 +410,9 @@ def _figure10(milp: Sequence[float], heuristic: Sequence[float]) -> Iterator[Row
     best = f"U of the best of {len(milp)} windows of six hours"
     yield _row("Fig. 10", best, 90.0, max(milp), "%")
     yield _row("Fig. 10", "mean U of these windows", 80.0, statistics.fmean(milp), "%", static)
-    yield _row("Fig. 10", "MILP / heuristic, best window", 1.32, max(gains), "x")
+    yield _row("Fig. 10", "MILP / heuristic, best window", 1.32, max(gains, default=math.nan), "x")
     worst = "MILP / heuristic, worst window: better"
-    yield _row("Fig. 10", worst, at_least(1.0), min(gains), "x", level)
+    yield _row("Fig. 10", worst, at_least(1.0), min(gains, default=math.nan), "x", level)
 
 
 # -- diverse trials -------------------------------------------------------------------------------

@@ -1,11 +1,8 @@
 """Pure decisions: which trials fly, on how many devices, and on which."""
 
 from optuna_fleet.alloc.elastic import ElasticAllocator
-from optuna_fleet.alloc.equal import EqualSplitAllocator
-from optuna_fleet.alloc.greedy import FleetAllocator, GreedyAllocator
 from optuna_fleet.alloc.isolation import IsolatedAllocator
 from optuna_fleet.alloc.kinds import ByKind
-from optuna_fleet.alloc.mip import MipAllocator
 from optuna_fleet.alloc.problem import (
     SEVERAL,
     AllocationFailed,
@@ -16,8 +13,14 @@ from optuna_fleet.alloc.problem import (
     Flotilla,
     Plan,
 )
+from optuna_fleet.alloc.published import (
+    EqualSplitAllocator,
+    FleetAllocator,
+    HomogeneousAllocator,
+    SingleDeviceAllocator,
+)
 from optuna_fleet.alloc.rates import RateProfile
-from optuna_fleet.alloc.single import HomogeneousAllocator, SingleDeviceAllocator
+from optuna_fleet.alloc.rounds import GreedyAllocator, MipAllocator
 from optuna_fleet.alloc.validation import validate
 
 __all__ = [

@@ -1,102 +1,57 @@
-"""From widths to a plan: what every allocator does once it knows how many devices a trial gets."""
+"""From devices to a plan: what every allocator does once it knows what each trial gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
-from optuna_fleet.alloc.model import Decision
-from optuna_fleet.alloc.placement import place_choice
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Flotilla, Plan
-from optuna_fleet.alloc.shares import Choice, Placement, groups_of
-from optuna_fleet.alloc.streams import (
-    Grouping,
-    Widths,
-    affordable,
-    group_widths,
-    serves,
-    stream_limit,
-)
-
-Place = Callable[[AllocationProblem, Choice], Placement]
-"""Chooses the devices of a choice."""
+from optuna_fleet.alloc.streams import affordable, flotillas_of, stream_limit
 
 _NAMED_WAITERS = 3
 
 
-def staying(problem: AllocationProblem, *, grouping: Grouping = group_widths) -> Widths:
-    """Widths of all trials that can fly on where they are, whether they have to or not.
-
-    Those that have to come first; the others follow in the order of their numbers, unless they
-    claim a device already claimed, or the preprocessors could not serve them as well.
-    """
-    kept = dict(problem.pinned)
-    by_number = problem.by_number
-    taken = {device for number in kept for device in by_number[number].devices}
-    is_served = serves(problem, grouping=grouping)
-    for number, candidate in by_number.items():
-        m = problem.kept_width(candidate)
-        if m is None or number in kept or taken & set(candidate.devices):
-            continue
-        if is_served({**kept, number: m}):
-            kept[number] = m
-            taken.update(candidate.devices)
-    return kept
-
-
 def plan_of(
-    problem: AllocationProblem, decision: Decision, place: Place, *, allocator: str
-) -> Plan:
-    """The plan of what the model has decided."""
-    settled, groups = groups_of(problem, decision.choice)
-    plan = assemble(
-        settled,
-        groups,
-        placement=place(problem, decision.choice),
-        allocator=allocator,
-        status=decision.status,
-        gap=decision.gap,
-    )
-    return replace(plan, solver=decision.solver)
-
-
-def assemble(
     problem: AllocationProblem,
-    groups: Iterable[Mapping[int, int]],
+    placement: Mapping[int, tuple[int, ...]],
     *,
     allocator: str,
-    status: str,
+    status: str = "heuristic",
+    groups: Iterable[Iterable[int]] | None = None,
     gap: float | None = None,
-    placement: Mapping[int, tuple[int, ...]] | None = None,
+    solver: str = "",
 ) -> Plan:
-    """Places the trials, unless `placement` has their devices, and says why."""
-    groups = [dict(sorted(group.items())) for group in groups]
+    """The plan in which trials have these devices, and why.
+
+    Args:
+        problem: What was to be decided.
+        placement: Trial number -> devices.
+        allocator: See `Plan`, as for the rest.
+        status: See `Plan`.
+        groups: Trials of each flotilla; the fewest flotillas if not given.
+        gap: See `Plan`.
+        solver: See `Plan`.
+    """
     by_number = problem.by_number
-    widths = {number: m for group in groups for number, m in group.items()}
-    if placement is None:
-        placement = place_choice(problem, on_one_type(problem, widths))
+    rates = {
+        t: by_number[t].rates_on(problem.kind_of(devices))[len(devices) - 1]
+        for t, devices in placement.items()
+    }
     flotillas = tuple(
         Flotilla(
             assignments=tuple(
-                Assignment(number=t, devices=placement[t], rate=by_number[t].rate(m))
-                for t, m in group.items()
+                Assignment(number=t, devices=placement[t], rate=rates[t]) for t in sorted(group)
             )
         )
-        for group in groups
+        for group in (flotillas_of(problem, rates) if groups is None else groups)
     )
     return Plan(
         flotillas=flotillas,
         allocator=allocator,
         reason=_reason(problem, flotillas),
         status=status,
+        solver=solver,
         gap=gap,
     )
-
-
-def on_one_type(problem: AllocationProblem, widths: Mapping[int, int]) -> Choice:
-    """These widths, where all devices are of one type."""
-    kind = next(iter(problem.num_by_kind), "")
-    return {number: {kind: m} for number, m in widths.items()}
 
 
 def _reason(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> str:

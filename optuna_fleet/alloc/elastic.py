@@ -22,11 +22,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from optuna_fleet.alloc.adjust import place_changes
-from optuna_fleet.alloc.assembly import assemble, plan_of
+from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.fluid import FloatArray
 from optuna_fleet.alloc.makespan import makespan_worth
 from optuna_fleet.alloc.model import decide
+from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.program import Worth
 from optuna_fleet.arguments import check_number, check_that
@@ -71,9 +71,16 @@ class ElasticAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""
         if not problem.candidates or not problem.num_devices:
-            return assemble(problem, [], allocator=self.name, status="trivial")
-        decision = decide(problem, self.worth(problem))
-        return plan_of(problem, decision, place_changes, allocator=self.name)
+            return plan_of(problem, {}, allocator=self.name, status="trivial")
+        made = decide(problem, self.worth(problem))
+        return plan_of(
+            problem,
+            place(problem, made.choice),
+            allocator=self.name,
+            status=made.status,
+            gap=made.gap,
+            solver=made.solver,
+        )
 
     def worth(self, problem: AllocationProblem) -> Worth:
         """What devices are worth to each trial; of a problem with candidates and devices."""

@@ -14,8 +14,8 @@ they ask. With x[t,k,m] = 1 if trial t gets m devices of type k::
 D_k are the devices of type k, less those of trials that can't move now. This is Eq. 16 of
 BFTrainer, with counts in place of its binaries per node: devices of one type are interchangeable,
 so who shrinks keeps some of its own, who grows all of them, and the rest suffices. The last two
-lines are about flotillas (:mod:`optuna_fleet.alloc.windows`): y[s] = 1 if one is open whose rates
-are around rho_s. They are there where a flotilla costs something, or preprocessing is limited.
+lines are about flotillas: y[s] = 1 if one is open whose slowest rate is rho_s, of all rates that
+occur. They are there where a flotilla costs something, or preprocessing is limited.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from optuna_fleet.alloc.draft import Choice, kind_of_share, share_of
 from optuna_fleet.alloc.problem import SEVERAL, AllocationFailed, AllocationProblem
-from optuna_fleet.alloc.program import TIE, Program, Worth, by_slope
-from optuna_fleet.alloc.shares import Choice, kind_of_share, share_of
-from optuna_fleet.alloc.windows import Key, by_window, phases_of, windows
+from optuna_fleet.alloc.program import TIE, Key, Program, Worth, by_slope
+from optuna_fleet.alloc.streams import phases_of
 
 _logger = logging.getLogger(__name__)
+
+MOST_FLOTILLAS = 40
+"""Rates that are tried as those of flotillas at most, over all phases."""
 
 _LARGEST = 1e5  # what the objective is scaled to: CBC takes what differs by 1e-4 for equal
 _RELATIVE_GAP = 1e-4
@@ -206,25 +209,55 @@ def _add_mixture(
 
 
 def _add_flotillas(model: Any, program: Program, x: Mapping[Key, Any], scale: float) -> None:
+    """The last two lines: which flotillas are open, by the rate of their slowest trial.
+
+    Where the preprocessors' capacity counts, by that of the fastest, which their streams draw.
+    """
     import mip
 
     problem = program.problem
+    is_limited, phases = math.isfinite(program.limit), phases_of(problem)
     fixed = {(t, kind_of_share(s), sum(s.values())) for t, s in program.fixed.items()}
     by_number = problem.by_number
     rates = {key: by_number[key[0]].rates_on(key[1])[key[2] - 1] for key in (*x, *fixed)}
-    tried = windows(problem, rates, fixed)
+    rho: dict[int, list[float]] = {}
+    for phase in sorted(set(phases.values())):
+        there = {rate for key, rate in rates.items() if phases[key[0]] == phase}
+        must = {rates[key] for key in fixed if phases[key[0]] == phase}
+        rho[phase] = _thinned(sorted(there), max(8, MOST_FLOTILLAS // len(set(phases.values()))))
+        if math.isinf(problem.rate_spread) and not is_limited:
+            del rho[phase][1:]
+        rho[phase] = sorted({*rho[phase], *must})
     cost = -scale * program.flotilla_cost
-    y = [model.add_var(var_type=mip.BINARY, obj=cost) for _ in tried]
-    if math.isfinite(program.limit):
+    y = {
+        (phase, rate): model.add_var(var_type=mip.BINARY, obj=cost)
+        for phase, its in rho.items()
+        for rate in its
+    }
+    if is_limited:
         # As shares of the limit: the solver's tolerance is absolute, ours relative.
-        drawn = (w.rate / program.limit * var for w, var in zip(tried, y, strict=True))
+        drawn = (rate / program.limit * var for (_, rate), var in y.items())
         model += mip.xsum(drawn) <= 1
-    phases = phases_of(problem)
-    of_trial: dict[int, dict[Key, float]] = defaultdict(dict)
+    rows: dict[tuple[int, tuple[float, ...]], list[Key]] = defaultdict(list)
     for key, rate in rates.items():
-        of_trial[key[0]][key] = rate
-    for number, own in of_trial.items():
-        there = {s: window for s, window in enumerate(tried) if window.phase == phases[number]}
-        for admitting, keys in by_window(own, there, problem.rate_spread).items():
-            flies = mip.xsum(x[key] for key in keys) if number not in program.fixed else 1
-            model += mip.xsum(y[s] for s in admitting) >= flies
+        admitting = tuple(
+            r for r in rho[phases[key[0]]] if _admits(r, rate, problem.rate_spread, is_limited)
+        )
+        rows[key[0], admitting].append(key)  # one row for all options of equal flotillas
+    for (number, admitting), keys in rows.items():
+        flies = mip.xsum(x[key] for key in keys) if number not in program.fixed else 1
+        model += mip.xsum(y[phases[number], rate] for rate in admitting) >= flies
+
+
+def _admits(rho: float, rate: float, rate_spread: float, is_fastest: bool) -> bool:
+    """Whether a flotilla whose slowest (fastest) trial is of rate `rho` can have another one."""
+    slow, fast = (rate, rho) if is_fastest else (rho, rate)
+    return slow <= fast <= slow * rate_spread
+
+
+def _thinned(rates: list[float], most: int) -> list[float]:
+    """At most so many of them, the first and the last among them."""
+    if len(rates) <= most:
+        return rates
+    picked = {round(k * (len(rates) - 1) / (most - 1)) for k in range(most)}
+    return [rates[k] for k in sorted(picked)]

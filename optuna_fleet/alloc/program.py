@@ -11,19 +11,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from optuna_fleet.alloc.draft import Choice, Draft, kind_of_share, rates_of
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
-from optuna_fleet.alloc.shares import (
-    Choice,
-    Share,
-    groups_of,
-    kind_of_share,
-    pinned_choice,
-    share_of,
-)
-from optuna_fleet.alloc.streams import affordable, demand, stream_limit
-from optuna_fleet.alloc.windows import Key
+from optuna_fleet.alloc.streams import flotillas_of, stream_limit
 
 FloatArray = NDArray[np.float64]
+
+Key = tuple[int, str, int]
+"""(trial number, device type, devices)."""
 
 Worth = Callable[[Candidate, str], Iterable[tuple[int, float]]]
 """Numbers of devices of a type, ascending, and what each is worth above waiting."""
@@ -80,21 +75,17 @@ class Program:
     limit: float
 
     @classmethod
-    def of(cls, problem: AllocationProblem, worth: Worth, flotilla_cost: float) -> Program:
+    def of(cls, problem: AllocationProblem, worth: Worth, flotilla_cost: float = 0.0) -> Program:
         """All options that are worth more than waiting, and than each with fewer devices."""
-        fixed = pinned_choice(problem)
-        room = dict(problem.num_by_kind)
-        for share in fixed.values():
-            for kind, m in share.items():
-                room[kind] -= m
+        draft = Draft(problem)
+        fixed, room = draft.choice, draft.free
         options = [
-            option
+            _preferred(problem, option)
             for number, candidate in problem.by_number.items()
             if number not in fixed
             for kind in (*room, *([SEVERAL] if candidate.spans_types and len(room) > 1 else []))
             for option in _options(candidate, kind, worth(candidate, kind), _room(room, kind))
         ]
-        options = [_preferred(problem, option) for option in options]
         return cls(
             problem=problem,
             options=options,
@@ -114,12 +105,6 @@ class Program:
         """Whether it matters who shares a stream."""
         return self.flotilla_cost > 0 or math.isfinite(self.limit)
 
-    def serves(self, choice: Choice) -> bool:
-        """Whether the preprocessors can serve it."""
-        if math.isinf(self.limit):
-            return True
-        return affordable(demand(*groups_of(self.problem, choice)), self.limit)
-
     def value(self, choice: Choice) -> float:
         """Sum of the gains, less the cost of the flotillas."""
         gain = sum(
@@ -129,7 +114,8 @@ class Program:
         )
         if not self.flotilla_cost:
             return gain
-        return gain - self.flotilla_cost * len(groups_of(self.problem, choice)[1])
+        flotillas = flotillas_of(self.problem, rates_of(self.problem, choice))
+        return gain - self.flotilla_cost * len(flotillas)
 
     def without_hopeless(self, reached: float) -> Program:
         """Without the options that are in no choice better than what is ``reached``.
@@ -194,41 +180,14 @@ def by_slope(program: Program) -> Choice:
 
 def _filled(program: Program, steps: Iterable[Step]) -> Choice:
     """What all steps come to that can be made, in that order."""
-    choice = {number: dict(share) for number, share in program.fixed.items()}
-    free = dict(program.room)
+    draft = Draft(program.problem)
     grows_on: dict[int, tuple[str, int]] = {}
     for _, number, kind, before, after in steps:
         there, now = grows_on.get(number, (kind, 0))
-        is_next = before in (now, _ANY) and now < after <= now + sum(free.values())
-        if there != kind or not is_next:
-            continue
-        had = choice.get(number, {})
-        available = {k: n + had.get(k, 0) for k, n in free.items()}
-        share = _share(program.problem, available, number, kind, after)
-        if share and program.serves({**choice, number: share}):
-            choice[number], grows_on[number] = share, (kind, after)
-            free = {k: n - share.get(k, 0) for k, n in available.items()}
-    return choice
-
-
-def _share(
-    problem: AllocationProblem, available: Share, number: int, kind: str, m: int
-) -> Share | None:
-    """So many devices of that type; of a mixture rather those it has, then the fast ones."""
-    share: Share = {}
-    types = problem.types_of(number, kind)
-    own = share_of(problem, problem.by_number[number].devices)
-    for first in (own, available):
-        for k in types:
-            have = share.get(k, 0)
-            taken = min(first.get(k, 0) - have, available[k] - have, m - sum(share.values()))
-            if taken > 0:
-                share[k] = have + taken
-    if sum(share.values()) < m or kind_of_share(share) != kind:  # of one type is no mixture
-        return None
-    is_another = len(own) > 1 and len(share) > 1 and m == sum(own.values())
-    # Of as many devices as it has it is worth something only as it is.
-    return None if is_another and any(share.get(k, 0) < own.get(k, 0) for k in types) else share
+        is_next = there == kind and before in (now, _ANY) and now < after
+        if is_next and draft.give(number, kind, after):
+            grows_on[number] = kind, after
+    return draft.choice
 
 
 def _uncrowded(hulls: Mapping[tuple[int, str], Hull], room: Mapping[str, int]) -> dict[int, str]:

@@ -163,12 +163,6 @@ class StudyFolder:
         """
         return _read_call(self.store)
 
-    def has_record(self) -> bool:
-        """Whether a call has left its record."""
-        with contextlib.suppress(OSError):
-            return bool(self.store.about(_CALL))
-        return False  # too, where the folder is out of reach
-
     def record_call(self, call: CallRecord) -> None:
         """Replace the record of the last call.
 

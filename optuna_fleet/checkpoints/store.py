@@ -80,18 +80,6 @@ class FolderLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
-    def renew(self) -> bool:
-        """Take it again if somebody has deleted the folder; return whether we hold it."""
-        try:
-            there = os.stat(self._root / _LOCK)
-        except OSError:
-            self._root.mkdir(parents=True, exist_ok=True)
-            lost, self._descriptor = self._descriptor, _locked_file(self._root)
-            os.close(lost)
-            return True
-        held = os.fstat(self._descriptor)
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
-
 
 def _locked_file(root: Path) -> int:
     try:

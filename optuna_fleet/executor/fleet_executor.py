@@ -25,12 +25,14 @@ from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.cluster.inline import InlineCluster
+from optuna_fleet.executor.cluster.engine import Cluster, Engine
+from optuna_fleet.executor.cluster.inline import InlineRunner
 from optuna_fleet.executor.cluster.local import LocalCluster
-from optuna_fleet.executor.cluster.protocol import Cluster, Options
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.given import Options
 from optuna_fleet.executor.started_by import check_is_one_process
 from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
@@ -41,9 +43,9 @@ from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.one_trial import study_of, value_of
 from optuna_fleet.settings import packed_setup
 
-CLUSTERS: dict[str, type[Cluster]] = {
+CLUSTERS: dict[str, type[Cluster] | None] = {
     "local": LocalCluster,
-    "inline": InlineCluster,
+    "inline": None,  # nothing is placed
     "slurm": SlurmCluster,
     "ray": RayCluster,
 }
@@ -68,7 +70,7 @@ class FleetExecutor:
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
             the calling process, on the CPU, under your debugger; or a cluster with options, as
             `LocalCluster(slots_per_device=2)`, or of your own
-            (`optuna_fleet.executor.cluster.protocol.Cluster`).
+            (`optuna_fleet.executor.cluster.engine.Engine`).
         checkpoints: Where trials are checkpointed while they run: a `Checkpoints`, or a folder.
             With a folder, the same call made again goes on where a killed or interrupted one
             stopped, and the best trials leave their weights (`load_best_model`):
@@ -97,7 +99,7 @@ class FleetExecutor:
         devices: int | None = None,
         device_type: str | None = None,
         policy: str | Policy = "elastic",
-        cluster: str | Cluster = "local",
+        cluster: str | Cluster | Engine = "local",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
         preflight: bool | Preflight = True,
@@ -147,7 +149,7 @@ class FleetExecutor:
             setup=setup,
             seed=seed,
         )
-        self._runner = chosen_cluster.new_runner(self._options)
+        self._runner = _runner_of(chosen_cluster, self._options)
         self._busy = False
 
     @property
@@ -254,7 +256,6 @@ class FleetExecutor:
             study,
             storage_patience_s=self._options.limits.storage_patience_s,
             folder=StudyFolder(root, study.study_name) if root and is_recorded else None,
-            lock=lock,
             digest=digest_of(func) if is_recorded else None,
             **arguments,
         )
@@ -337,13 +338,21 @@ class FleetExecutor:
         self.close()
 
 
-def _cluster_of(given: str | Cluster) -> Cluster:
-    if isinstance(given, Cluster) and not isinstance(given, type):
+def _cluster_of(given: str | Cluster | Engine) -> Cluster | Engine | None:
+    if isinstance(given, Cluster | Engine) and not isinstance(given, type):
         return given
     check_choice("cluster", given, CLUSTERS)
     if given == "local":
         hint_at_slurm(os.environ)
-    return CLUSTERS[str(given)]()
+    kind = CLUSTERS[str(given)]
+    return None if kind is None else kind()
+
+
+def _runner_of(cluster: Cluster | Engine | None, options: Options) -> FleetRunner | InlineRunner:
+    if cluster is None:
+        return InlineRunner(options)
+    engine = cluster.engine(options) if isinstance(cluster, Cluster) else cluster
+    return FleetRunner(options, engine)
 
 
 def _check_objects(limits: Any, convergence: Any, predictor: Any, setup: Any) -> None:

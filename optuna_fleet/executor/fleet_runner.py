@@ -2,56 +2,64 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from optuna_fleet.alloc import ByKind, IsolatedAllocator
-from optuna_fleet.alloc.kinds import CAUTIOUS
+from optuna_fleet.alloc.rounds import CAUTIOUS
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.config import NodeSetups
-from optuna_fleet.executor.cluster.engine import Engine, Network
-from optuna_fleet.executor.cluster.protocol import Options
+from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.executor.given import Options
 from optuna_fleet.preflight.findings import Findings, digest
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import packed_setup, settings_here
-from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
-from optuna_fleet.wire.unpicklable import explained, variable
+from optuna_fleet.wire.packing import pack_objective
+from optuna_fleet.wire.unpicklable import explained
 
 _objective_ids = itertools.count()
 
 
 class FleetRunner:
-    """A `Runner` whose agents and trainers stay up between calls."""
+    """Runs calls on agents and trainers that stay up in between.
+
+    Attributes:
+        makes_checkpoints: Whether calls are recorded, for the same call to go on with.
+        summary: The last call in numbers; None if it broke off.
+    """
 
     makes_checkpoints = True
 
-    def __init__(self, options: Options, engine: Engine, network: Network) -> None:
+    def __init__(self, options: Options, engine: Engine) -> None:
         self.summary: FleetSummary | None = None
         self._options = options
         self._engine = engine
-        self._network = network
         self._runtime: Runtime | None = None
         self._findings: Findings | None = None
         self._setup = packed_setup(options.setup)
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
-        """See `Runner`."""
+        """Run trials until `loop` proposes no more.
+
+        Raises:
+            BaseException: The first failure of a trial that `catch` does not cover.
+        """
         __tracebackhide__ = True
         began = time.monotonic()
         _check_decorators(func)
@@ -68,7 +76,8 @@ class FleetRunner:
         checkpoints = options.checkpoints
         folder = runtime.folder_of(loop.study.study_name)
         num_kept = 0 if loop.folder is None else checkpoints.keep
-        retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
+        kept = folder, num_kept, checkpoints.max_bytes
+        retention = CheckpointRetention(loop.study, *kept, loop.patiently)
         findings = self._findings_of(func, loop)
         parts = Parts(
             *(runtime, loop.ledger, loop.proposals, job, retention, findings), began=began
@@ -118,21 +127,20 @@ class FleetRunner:
                 setup=self._setup,
                 preload=preload or pipeline is not None,
                 stuck_s=options.limits.stuck_s,
-                silence_s=DRIVER_LEASE_S if self._network.has_leases else None,
+                silence_s=DRIVER_LEASE_S if self._engine.has_leases else None,
             )
             self._runtime = Runtime(
                 self._engine,
                 IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,
-                self._network,
                 setups,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close)
         return self._runtime
 
     def close(self) -> None:
-        """See `Runner`."""
+        """End all processes; they start again with the next `run`. May be called again."""
         if self._runtime is not None:
             self._runtime = None
             self._finalizer()
@@ -158,8 +166,8 @@ def _packed(func: Any, study: Any) -> bytes:
     try:
         return pack_objective(func, names)
     except Exception as error:
-        whole = variable("objective", func, "what `optimize` was given")
-        reason = explained([whole], error, ObjectivePickler(io.BytesIO(), names))
+        whole, dumps = {"objective": func}, partial(pack_objective, names=names)
+        reason = explained(whole, "what `optimize` was given", error, dumps)
         raise FleetConfigError(
             f"The objective can't be sent to the trainers, which are other processes: {reason} "
             "Create such a thing inside the objective, or when it is first used there."

@@ -16,6 +16,8 @@ _LAUNCHERS = (
     ("mpirun", "", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     ("mpirun", "", "PMI_SIZE", "PMI_RANK"),
     ("srun", "", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("horovodrun", "", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("Lightning's Trainer(devices=...)", "", "WORLD_SIZE", "LOCAL_RANK"),
 )
 
 

@@ -2,8 +2,7 @@
 
 JPEG is decoded by simplejpeg (``pip install optuna-fleet[images]``), everything else, and whatever
 that refuses, by Pillow: so a file is readable where Pillow can read it. Not by torchvision: its
-decoders are deprecated and hardly faster (``benchmarks/decoders.py``), and a damaged PNG has been
-seen to crash the process.
+decoders are deprecated and hardly faster, and a damaged PNG has been seen to crash the process.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.settings import Settings, settings_here
 from optuna_fleet.wire.packing import pack
-from optuna_fleet.wire.unpicklable import explained, variable
+from optuna_fleet.wire.unpicklable import explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,10 @@ def packed_part(argument: str, name: str, value: Any) -> bytes | None:
 
 def unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
     """Returns the error for things of which, by their names, one can't be pickled."""
-    parts = [variable(name, value, "given to SharedPipeline") for name, value in wholes.items()]
+    reason = explained(wholes, "given to SharedPipeline", error)
     return FleetConfigError(
         f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
-        f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
-        "connection) when it is first used, in the __getitem__ of a data set, and leave it out in "
-        "its __getstate__ if the script has used it before."
+        f"need it: {reason} Create such a thing (an open file, a lock, a connection) when it is "
+        "first used, in the __getitem__ of a data set, and leave it out in its __getstate__ if "
+        "the script has used it before."
     )

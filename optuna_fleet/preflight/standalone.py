@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import socket
@@ -30,8 +29,8 @@ from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.settings import Settings, settings_here
 from optuna_fleet.wire.node_messages import KeepObjective
-from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
-from optuna_fleet.wire.unpicklable import explained, variable
+from optuna_fleet.wire.packing import pack_objective
+from optuna_fleet.wire.unpicklable import explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +164,7 @@ def _kept(objective: Any, settings: Settings) -> Iterator[str]:
     try:
         packed = pack_objective(objective, {})
     except Exception as error:
-        whole = variable("objective", objective, "what `preflight` was given")
-        reason = explained([whole], error, ObjectivePickler(io.BytesIO(), {}))
+        reason = explained({"objective": objective}, "what `preflight` was given", error)
         raise FleetConfigError(
             f"The objective can't be sent to other processes: {reason}"
         ) from error

@@ -53,7 +53,7 @@ def load_ensemble(
             submit_s=trial.number("submit_s", default=0.0),
             min_devices=_min_devices(trial, _widest(trial, num_devices)),
             spans_types=trial.flag("spans_types"),
-            traits=frozenset(map(str, trial.array("traits") if trial.has("traits") else ())),
+            traits=frozenset(map(str, trial.array("traits") if "traits" in trial.names() else ())),
             rescale_up_s=rescale_s,
             rescale_down_s=rescale_s,
         )
@@ -76,7 +76,7 @@ def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> Si
 
 
 def _lengths(trial: Fields) -> dict[str, Any]:
-    most = trial.whole("max_epochs", least=1) if trial.has("max_epochs") else None
+    most = trial.whole("max_epochs", least=1) if "max_epochs" in trial.names() else None
     epochs = trial.whole("epochs", least=1, default=most)
     if most is not None and epochs > most:
         raise trial.refuse("epochs", f"<= {most}, as `max_epochs` is")
@@ -85,7 +85,7 @@ def _lengths(trial: Fields) -> dict[str, Any]:
 
 def _all_rates(trial: Fields, kinds: Sequence[str], widest: int) -> dict[str, Any]:
     given = trial.child("rates")
-    if not kinds or not any(map(given.has_object, given.names())):
+    if not kinds or not any(isinstance(given.get(name), Mapping) for name in given.names()):
         return {"rates": _rates(trial, "rates", widest)}
     by_kind = {kind: _rates(given, kind, widest) for kind in kinds}
     fastest = max(kinds, key=lambda kind: by_kind[kind][0])

@@ -43,17 +43,9 @@ class Fields:
             raise FleetConfigError(f"{path} is not JSON: {error}.") from error
         return cls(data, str(path))
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a field."""
-        return name in self._data
-
-    def has_list(self, name: str) -> bool:
-        """Whether there is such a field, and it is a list."""
-        return isinstance(self._data.get(name), list)
-
-    def has_object(self, name: str) -> bool:
-        """Whether there is such a field, and it is an object."""
-        return isinstance(self._data.get(name), Mapping)
+    def get(self, name: str) -> Any:
+        """Whatever it is; None if there is no such field."""
+        return self._data.get(name)
 
     def number(
         self,

@@ -1,14 +1,18 @@
-"""What a simulation came to, as plain numbers for people and for `--json`."""
+"""What a simulation came to: plain numbers for people and for `--json`, and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.progress import Progress, Totals
 from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.visualization.picture import save
+from optuna_fleet.visualization.timeline import Bar, Mark, Timeline
 
 
 def common_report(outcome: Outcome) -> dict[str, Any]:
@@ -112,3 +116,31 @@ def lines(report: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def save_gantt(outcome: Outcome, path: Path, name: str) -> None:
+    """Save devices over time, coloured by trial, under a name.
+
+    Raises:
+        FleetConfigError: The file can't be written, or its ending names no known format.
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        save(Timeline(name=name, bars=tuple(_bars(outcome))), path)
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
+    except ValueError as error:
+        raise FleetConfigError(f"{path} can't be drawn: {error}.") from error
+
+
+def _bars(outcome: Outcome) -> Iterator[Bar]:
+    for span in sorted(outcome.totals.spans, key=lambda span: (span.start_s, span.number)):
+        for device in span.devices:
+            yield Bar(
+                number=span.number,
+                row=("", device),
+                start_s=span.start_s,
+                end_s=span.end_s,
+                round=span.round,
+                mark=None if span.has_returned else Mark.MOVED,
+            )

@@ -30,7 +30,7 @@ class EnsembleScenario:
         seed: Of random orders and of the noise.
         noise: Standard deviation of the logarithm of (believed / true) rates.
         widest_known: Rates on more devices than this are estimated until a trial first flies on
-            so many; None if all are known from the start.
+            so many; 0 if all are measured in the sweep, None if all are known from the start.
         allocator: Instead of the policy's own.
         lookahead: Trials that may wait for devices while further ones are proposed, as if their
             models were known; None for all, 0 to propose and to probe as the executor does.

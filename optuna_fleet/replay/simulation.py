@@ -16,9 +16,10 @@ from itertools import count
 from typing_extensions import assert_never
 
 from optuna_fleet.alloc.isolation import in_process
-from optuna_fleet.alloc.kinds import CAUTIOUS, ByKind
+from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
+from optuna_fleet.alloc.rounds import CAUTIOUS
 from optuna_fleet.events import (
     Abort,
     Allocate,

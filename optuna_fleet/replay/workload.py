@@ -140,11 +140,11 @@ def believed_profiles(
         kinds: Device types of the fleet; ``rates`` hold on those no trial knows.
         noise: Standard deviation of the logarithm of (believed / true) rate; 0 for the truth.
         seed: Of the noise.
-        widest: Rates on more devices than this are not known; None if all are.
+        widest: Rates on more devices than this are not known; 0 if none is, None if all are.
     """
     generator = np.random.default_rng([seed, 1])
     profiles: dict[str, RateProfile] = {}
-    for trial, kind in product(trials, kinds):
+    for trial, kind in product(trials, kinds if widest != 0 else ()):
         key = profile_key(trial.name, kind)
         if key not in profiles:
             rates = np.array(trial.rates_on(kind))

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import optuna
 
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.repeatable import repeatable
+from optuna_fleet.sampler_bridge.patience import is_gone
 
 
 class BackgroundSampler:
@@ -36,19 +36,19 @@ class BackgroundSampler:
 
     def start(self, trial: optuna.Trial) -> None:
         """Let the study's sampler propose the parameters of `trial`."""
-        self._sampling = self._pool.submit(self._sample, trial)
+        self._sampling = self._pool.submit(compat.sample, self._study, trial)
         self._sampling.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
 
-    def _sample(self, trial: optuna.Trial) -> None:
-        with repeatable(self._study, trial.number):
-            compat.sample(self._study, trial)
-
     def take(self) -> BaseException | None:
-        """Wait until it is done; return what the sampler raised, if anything."""
+        """Wait until it is done; return what the sampler raised, if anything.
+
+        But for a storage that is gone: then the trial samples when it suggests, and waits for it.
+        """
         assert self._sampling is not None
         os.eventfd_read(self._wake)
         sampling, self._sampling = self._sampling, None
-        return sampling.exception()
+        error = sampling.exception()
+        return None if is_gone(error) else error
 
     def close(self) -> None:
         """End the thread, once the sampler has answered."""

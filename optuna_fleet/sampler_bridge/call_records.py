@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import optuna
@@ -71,7 +72,8 @@ def record_call(study: optuna.Study, state: CallState) -> None:
         {name: getattr(run, name) for name in RunState.__slots__} | {"devices": list(run.devices)}
         for run in state.runs
     ]
-    compat.try_study_record(study, CALL_KEY.format(began=state.began), record)
+    with contextlib.suppress(Exception):  # it may be missing: nobody waits for a storage for that
+        compat.set_study_record(study, CALL_KEY.format(began=state.began), record)
 
 
 def calls_of(study: optuna.Study) -> list[CallState]:

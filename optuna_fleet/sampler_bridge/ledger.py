@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +24,9 @@ from optuna_fleet.exceptions import (
     shown,
 )
 from optuna_fleet.sampler_bridge import choices, compat
+from optuna_fleet.sampler_bridge.patience import Patience, is_gone
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.records import Records
-from optuna_fleet.sampler_bridge.repeatable import repeatable
 from optuna_fleet.sampler_bridge.repeats import Repeats
 from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import is_primitive, unpack
@@ -39,6 +40,10 @@ class Ledger:
     """Writes to one study in the name of the trials asked for by `proposals`.
 
     Attributes:
+        study: The study.
+        patiently: Waits for its storage.
+        began: When the call began, seconds since the epoch.
+        records: Of the call.
         ended: How many trials the study has in each state, by its name in lower case: of those
             that were told, whatever was raised after that.
     """
@@ -47,6 +52,7 @@ class Ledger:
         self,
         study: optuna.Study,
         proposals: Proposals,
+        patiently: Patience,
         *,
         catch: tuple[type[Exception], ...],
         callbacks: Iterable[Callback] | None,
@@ -55,7 +61,8 @@ class Ledger:
     ) -> None:
         self.study = study
         self.began = round(time.time(), 3)
-        self.records = Records(study, self.began)
+        self.patiently = patiently
+        self.records = Records(study, self.began, patiently)
         self.ended: Counter[str] = Counter()
         self._proposals = proposals
         self._catch = catch
@@ -70,7 +77,6 @@ class Ledger:
         Raises:
             Exception: Whatever Optuna raises.
         """
-        compat.forget_cached_trials(self.study)
         trial = self._proposals[number]
         storage = compat.storage_of(self.study)
         targets: dict[str, Any] = {"trial": trial, "study": self.study, "storage": storage}
@@ -84,20 +90,26 @@ class Ledger:
         if call.is_suggestion or call.target != "trial":
             self._proposals.note_news()
         args, kwargs = unpack(call.arguments)
-        attribute = getattr(targets[call.target], call.name)
-        if not call.is_suggestion:
-            return attribute if call.is_read else attribute(*args, **kwargs)
-        with repeatable(self.study, number, _parameter(args, kwargs)):
+
+        def carried_out() -> Any:
+            compat.forget_cached_trials(self.study)
+            attribute = getattr(targets[call.target], call.name)
+            if call.is_read:
+                return attribute
             if call.name == "suggest_categorical" and choices.with_objects(args):
                 return choices.choose(self.study, trial, *args)
             return attribute(*args, **kwargs)
+
+        return self.patiently(carried_out)
 
     def unsampled(self, number: int, call: Call) -> optuna.Trial | None:
         """The trial, if this call makes the sampler propose its parameters."""
         if not call.is_suggestion or number not in self._proposals.unfinished():
             return None  # to a late call, `carry_out` will say so
-        trial = self._proposals[number]
-        return trial if compat.is_unsampled(trial, _parameter(*unpack(call.arguments))) else None
+        trial, (args, kwargs) = self._proposals[number], unpack(call.arguments)
+        name = str(args[0] if args else kwargs.get("name", ""))
+        is_one = self.patiently(lambda: compat.is_unsampled(self.study, trial, name))
+        return trial if is_one else None
 
     def report(self, number: int, value: float, step: int) -> None:
         """Store what a trial reports, but for what it reports again since it is run again.
@@ -106,9 +118,7 @@ class Ledger:
             Exception: Whatever Optuna raises.
         """
         if not self._repeats.has_reported(number, step):
-            self._proposals.note_defined(number)
-            compat.forget_cached_trials(self.study)
-            self._proposals[number].report(value, step)
+            self.patiently(lambda: self._proposals[number].report(value, step))
 
     def should_prune(self, number: int, last_step: int | None) -> bool:
         """Ask the pruner, which judges the last report that the study has.
@@ -121,7 +131,7 @@ class Ledger:
         if (known := self._repeats.verdict(number, last_step)) is not None:
             return known
         compat.forget_cached_trials(self.study)
-        is_pruned = self._proposals[number].should_prune()
+        is_pruned = self.patiently(self._proposals[number].should_prune)
         self._repeats.judged(number, last_step, is_pruned=is_pruned)
         return is_pruned
 
@@ -131,7 +141,10 @@ class Ledger:
 
     def frozen(self, number: int) -> FrozenTrial:
         """The trial as the study knows it now."""
-        return compat.frozen(self.study, self._proposals[number])
+        return self._now(self._proposals[number])
+
+    def _now(self, trial: optuna.Trial) -> FrozenTrial:
+        return self.patiently(lambda: compat.frozen(self.study, trial))
 
     def suggested(self, number: int) -> dict[str, Any]:
         """The parameters that the trial has so far, but for choices that are objects."""
@@ -171,7 +184,7 @@ class Ledger:
         try:
             state = self._tell(trial, value, error)
         except UpdateFinishedTrialError:
-            state, error = self.frozen(number).state, None
+            state, error = self._now(trial).state, None
             self.ended[state.name.lower()] += 1
             compat.logger.warning(f"Trial {number} stays {state.name}: it was ended elsewhere.")
         except Exception:
@@ -180,10 +193,14 @@ class Ledger:
         self._let_go(number)
         if state is TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             raise error
-        finished = compat.frozen(self.study, trial)
+        finished = self._now(trial)
         for callback in self._callbacks:
             callback(self.study, copy.deepcopy(finished))
-        self._progress_bar.update(self._proposals.elapsed_s, self.study)
+        try:
+            self._progress_bar.update(self._proposals.elapsed_s, self.study)
+        except Exception as problem:
+            if not is_gone(problem):  # else the bar is one behind
+                raise
 
     def _let_go(self, number: int) -> None:
         self._proposals.release(number)
@@ -236,25 +253,30 @@ class Ledger:
             told, value = (TrialState.PRUNED if is_pruned else TrialState.FAIL), None
             if isinstance(error, FleetError) or is_out_of_memory(error):
                 reason = f"{type(error).__name__}: {error}"
-                compat.set_trial_record(self.study, trial, REASON_KEY, reason)
+                record = self.study, trial, REASON_KEY, reason
+                self.patiently(lambda: compat.set_trial_record(*record))
         was_stopped = compat.is_stopped(self.study)
+        raised: Exception | None = None
+        tries = itertools.count()
+
+        def tell() -> tuple[TrialState, list[float] | None, str | None]:
+            return compat.tell(self.study, trial, value, told, is_repeated=next(tries) > 0)
+
         try:
-            state, values, problem = compat.tell(self.study, trial, value, told)
-        except UpdateFinishedTrialError:
+            state, values, problem = self.patiently(tell)
+        except (StorageLostError, UpdateFinishedTrialError):
             raise
-        except Exception as raised:
-            # By the sampler's after_trial; the state is stored all the same.
-            finished = compat.frozen(self.study, trial)
-            self.ended[finished.state.name.lower()] += 1
-            self._log(trial, finished.state, finished.values, value, error, None)
-            if compat.is_for_want_of_cell(raised, self.study.sampler, finished):
-                return finished.state
-            raise
+        except Exception as of_sampler:  # its `after_trial`; the state is stored all the same
+            finished = self._now(trial)
+            state, values, problem, raised = finished.state, finished.values, None, of_sampler
         self.ended[state.name.lower()] += 1
-        if compat.is_stopped(self.study) and not was_stopped:
-            self._proposals.reconsider_stop()
         if is_logged:
             self._log(trial, state, values, value, error, problem)
+        # A grid looks for the cell of a trial from the queue, which has none.
+        if raised is not None and (type(raised), *raised.args) != (KeyError, "grid_id"):
+            raise raised
+        if compat.is_stopped(self.study) and not was_stopped:
+            self._proposals.reconsider_stop()
         return state
 
     def _log(
@@ -267,14 +289,8 @@ class Ledger:
         problem: str | None,
     ) -> None:
         if state is TrialState.COMPLETE and values is not None:
-            compat.log_completed(self.study, trial, values)
+            self.patiently(lambda: compat.log_completed(self.study, trial, values))
         elif state is TrialState.PRUNED:
             compat.logger.info(f"Trial {trial.number} pruned. {error}")
         else:
-            message = str(problem) if error is None else shown(error)
-            compat.log_failed(trial, message, value, error)
-
-
-def _parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The name in the arguments of a suggestion."""
-    return str(args[0] if args else kwargs.get("name", ""))
+            compat.log_failed(trial, problem if error is None else shown(error), value, error)

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import optuna
+from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
 
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
-from optuna_fleet.sampler_bridge.privacy import keep_to_ourselves
+from optuna_fleet.sampler_bridge.patience import Patience
 from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.sampler_bridge.retrying_storage import retry_storage, stop_retrying
+from optuna_fleet.sampler_bridge.random_by_number import RandomByNumber
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,7 +32,6 @@ class Loop:
     show_progress_bar: bool = False
     storage_patience_s: float = 300.0
     folder: StudyFolder | None = None
-    lock: FolderLock | None = None
     digest: ObjectiveDigest | None = None
 
     @property
@@ -43,20 +42,24 @@ class Loop:
 
     def __enter__(self) -> Loop:
         compat.enter_loop(self.study)
-        retry_storage(self.study, self.storage_patience_s)
+        self._sampler: RandomByNumber | None = None
+        if type(self.study.sampler) is RandomSampler:
+            self._sampler = RandomByNumber(self.study.sampler, self.study)
+            self.study.sampler = self._sampler
         budget = self.n_trials, self.timeout
+        self.patiently = Patience(self.study, self.storage_patience_s)
         try:
-            keep_to_ourselves(self.study)
             self._progress_bar = compat.ProgressBar(self.show_progress_bar, *budget)
             self._ownership = None
             if self.folder is not None:
                 self._ownership = TrialOwnership(
-                    self.study, self.folder, *budget, self.lock, self.digest
+                    self.study, self.folder, *budget, self.digest, self.patiently
                 )
-            self.proposals = Proposals(self.study, *budget, self._ownership)
+            self.proposals = Proposals(self.study, *budget, self.patiently, self._ownership)
             self.ledger = Ledger(
                 self.study,
                 self.proposals,
+                self.patiently,
                 catch=self.catch,
                 callbacks=self.callbacks,
                 gc_after_trial=self.gc_after_trial,
@@ -69,6 +72,7 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress_bar.close()
+        self.proposals.close()
         for number in self.proposals.unfinished():  # those that were never launched
             self.proposals.release(number)
         try:
@@ -85,5 +89,6 @@ class Loop:
             self._leave()
 
     def _leave(self) -> None:
-        stop_retrying(self.study)
+        if self._sampler is not None and self.study.sampler is self._sampler:
+            self.study.sampler = self._sampler.given
         compat.leave_loop(self.study)

@@ -10,23 +10,13 @@ import dis
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_SHARED_AT_WILL = (tuple, frozenset, types.CodeType)  # by the compiler, if they are equal
-_MOST_ITEMS = 100  # of one container: it may be a data set
+_MOST = 100  # items of one container, which may be a data set
 _MOST_CHARACTERS = 10_000  # of one text, likewise
-_SIMPLE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
-    (functools.partial, lambda p: (p.func, p.args, p.keywords)),
-    (types.MethodType, lambda m: (m.__func__, m.__self__)),
-    ((staticmethod, classmethod), lambda m: (m.__func__,)),
-    (property, lambda p: (p.fget, p.fset)),
-    ((tuple, list), lambda items: items[:_MOST_ITEMS]),
-    ((set, frozenset), lambda items: sorted(repr(i) for i in items if isinstance(i, _PLAIN))),
-    (dict, lambda d: list(d.items())[:_MOST_ITEMS]),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,65 +35,56 @@ class ObjectiveDigest:
 
 def digest_of(objective: Any) -> ObjectiveDigest:
     """Look at an objective, and at what it uses."""
-    walk = _Walk()
+    codes: set[str] = set()  # values may change the order
+    values: list[str] = []
+    met: dict[int, Any] = {}  # kept, or another object could get its id
+    module, todo = _module_of(objective), [objective]
     try:
-        walk.add(objective)
+        while todo:
+            value = todo.pop()
+            if isinstance(value, _PLAIN):
+                short = value[:_MOST_CHARACTERS] if isinstance(value, (str, bytes)) else value
+                values.append(repr(short))
+            elif isinstance(value, types.CodeType):
+                codes.add(_text_of(value))
+            elif id(value) not in met:
+                met[id(value)] = value
+                values.append(type(value).__qualname__)
+                todo += reversed(list(_parts_of(value, module)))
     except Exception:  # whatever the user's objects do when they are looked at
         return ObjectiveDigest()
-    return walk.digest()
+    code = _hash_of(sorted(codes))
+    return ObjectiveDigest(code, _hash_of([code, *values]))
 
 
-class _Walk:
-    """Comes by the parts of an objective in an order that depends on its code alone."""
+def _module_of(objective: Any) -> str:
+    while isinstance(objective, functools.partial):
+        objective = objective.func
+    return str(getattr(objective, "__module__", ""))
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._codes: set[str] = set()  # values may change the order
-        self._met: dict[int, Any] = {}  # kept, or another object could get its id
-        self._module: str | None = None
 
-    def digest(self) -> ObjectiveDigest:
-        codes = hashlib.sha256("\0".join(sorted(self._codes)).encode(errors="replace"))
-        return ObjectiveDigest(codes.hexdigest(), self._hash.hexdigest())
-
-    def add(self, value: Any) -> None:
-        self._note(type(value).__qualname__)
-        if isinstance(value, _PLAIN):
-            short = value[:_MOST_CHARACTERS] if isinstance(value, (str, bytes)) else value
-            self._note(repr(short))
-            return
-        if isinstance(value, types.CodeType):
-            self._codes.add(text := _text_of(value))
-            self._note(text)
-            return
-        if not isinstance(value, _SHARED_AT_WILL):
-            if id(value) in self._met:
-                return
-            self._met[id(value)] = value
-        for part in self._parts(value):
-            self.add(part)
-
-    def _note(self, text: str) -> None:
-        self._hash.update(text.encode(errors="replace") + b"\0")
-
-    def _parts(self, value: Any) -> Iterable[Any]:
-        for kinds, parts in _SIMPLE:
-            if isinstance(value, kinds):
-                return parts(value)
-        if isinstance(value, (types.FunctionType, type)):
-            inner = _inside(value) if self._is_own(value) else ()
-            return (value.__qualname__, *inner)
-        # An object that can be called, or one that the code uses.
-        return (type(value), vars(value) if self._is_own(type(value)) else None)
-
-    def _is_own(self, value: Any) -> bool:
-        """Whether it is of the objective's module, which is that of the first one met."""
-        self._module = self._module or value.__module__
-        return bool(value.__module__ == self._module)
+def _parts_of(value: Any, module: str) -> Iterable[Any]:
+    """What a value consists of, or names, in an order that depends on the code alone."""
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType | staticmethod | classmethod):
+        return value.__func__, getattr(value, "__self__", None)
+    if isinstance(value, property):
+        return value.fget, value.fset
+    if isinstance(value, tuple | list):
+        return value[:_MOST]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(one) for one in value if isinstance(one, _PLAIN))[:_MOST]
+    if isinstance(value, dict):
+        return list(value.items())[:_MOST]
+    if isinstance(value, types.FunctionType | type):
+        return value.__qualname__, *(_inside(value) if value.__module__ == module else ())
+    # An object that can be called, or one that the code uses.
+    return type(value), vars(value) if type(value).__module__ == module else None
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What the code of a function or class consists of, and what it names."""
+    """What the code of a function or class consists of, and what it names of its module."""
     if isinstance(value, type):
         yield value.__bases__
         for name, attribute in vars(value).items():
@@ -112,11 +93,18 @@ def _inside(value: Any) -> Iterator[Any]:
         return
     yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
     for cell in value.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # it has no value yet
-            yield None
+        yield getattr(cell, "cell_contents", None)  # it may have none yet
     yield from (value.__globals__.get(name) for name in _names(value.__code__))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """What it names of its module; functions within it have the same globals."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 def _text_of(code: types.CodeType) -> str:
@@ -129,11 +117,5 @@ def _text_of(code: types.CodeType) -> str:
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """What it names of its module; functions within it have the same globals."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+def _hash_of(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
-from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
-from optuna_fleet.sampler_bridge.repeatable import reseed
+from optuna_fleet.sampler_bridge.patience import Patience
 
 CLAIM_PREFIX = "optuna_fleet:claim:"
 
@@ -41,11 +41,11 @@ class TrialOwnership:
         folder: StudyFolder,
         n_trials: int | None,
         timeout: float | None,
-        lock: FolderLock | None = None,
         digest: ObjectiveDigest | None = None,
+        patiently: Patience | None = None,
     ) -> None:
         self._study = study
-        self._lock = lock
+        self._patiently = patiently or Patience(study, 0.0)
         self._folder = folder
         self._call = CallRecord(
             study=study.study_name,
@@ -57,7 +57,6 @@ class TrialOwnership:
         self.interrupted_trials: list[optuna.Trial] = []
         self.checkpoints: dict[int, str] = {}
         self.num_launched = 0
-        self._has_complained = False
         last = folder.last_call()
         try:
             if last is not None and not last.has_ended:
@@ -68,7 +67,7 @@ class TrialOwnership:
                 f"The checkpoint folder {folder.path} can't be written to ({error.strerror}): "
                 "check that it may be and has space."
             ) from error
-        complete = compat.trials_of(study, TrialState.COMPLETE)
+        complete = self._trials(TrialState.COMPLETE)
         folder.drop_all_but(
             unfinished={trial.number for trial in self.interrupted_trials},
             finals={trial.number for trial in complete},
@@ -76,7 +75,7 @@ class TrialOwnership:
 
     def _resume(self, dead: CallRecord) -> None:
         """Go on for a driver that died: with its whole call, or only with its trials."""
-        trials = [t for t in compat.trials_of(self._study) if _is_claimed(t, dead.id)]
+        trials = [t for t in self._trials() if _is_claimed(t, dead.id)]
         running = [t for t in trials if t.state is TrialState.RUNNING]
         if dead.was_interrupted and _differ(dead.code, self._call.code):
             self._drop(running)
@@ -87,13 +86,13 @@ class TrialOwnership:
         else:
             self.num_launched = len(running)
             for trial in running:
-                compat.set_trial_record(self._study, trial, *self._mark(trial.number))
+                self._record(trial, *self.mark(trial.number))
         for trial in trials:
             if trial.state is TrialState.WAITING:  # returned to the study
-                compat.set_trial_record(self._study, trial, self._key, None)
-        self.interrupted_trials = [compat.trial_of(self._study, trial) for trial in running]
+                self._record(trial, self._key, None)
+        self.interrupted_trials = [self._gone_on_with(trial) for trial in running]
         if trials:
-            reseed(self._study.sampler)
+            self._study.sampler.reseed_rng()
             numbers, found = {trial.number for trial in running}, self._folder.unfinished()
             self.checkpoints = {n: path for n, path in found.items() if n in numbers}
             compat.fleet_logger.info(
@@ -110,7 +109,8 @@ class TrialOwnership:
     def _drop(self, running: list[FrozenTrial]) -> None:
         """Somebody has interrupted a call and changed the objective: its trials are no more."""
         for trial in running:
-            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            end = partial(self._study.tell, trial.number, state=TrialState.FAIL)
+            self._patiently(partial(end, skip_if_finished=True))
         if running:
             compat.fleet_logger.warning(
                 "The objective's code was changed after an interrupt: trials "
@@ -118,38 +118,28 @@ class TrialOwnership:
                 "its own."
             )
 
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self._patiently(lambda: compat.trials_of(self._study, *states))
+
+    def _record(self, trial: optuna.Trial | FrozenTrial, key: str, value: Any) -> None:
+        self._patiently(lambda: compat.set_trial_record(self._study, trial, key, value))
+
+    def _gone_on_with(self, trial: FrozenTrial) -> optuna.Trial:
+        return self._patiently(lambda: compat.trial_of(self._study, compat.id_of(trial)))
+
     @property
     def _key(self) -> str:
         return CLAIM_PREFIX + self._call.id
 
-    def _mark(self, number: int | None) -> tuple[str, dict[str, Any]]:
+    def mark(self, number: int | None) -> tuple[str, dict[str, Any]]:
+        """The system attribute of a trial that is this call's."""
         # With its number if that is known: Optuna's retry of a failed trial copies all attributes.
         return self._key, {"number": number, "folder": str(self._folder.root)}
 
-    def ask(self) -> optuna.Trial:
-        """`Study.ask` for a trial that is marked from its first moment."""
-        self.keep_record()
-        return compat.ask_marked(self._study, self._mark)
-
     def give_up(self, trial: optuna.Trial) -> None:
         """The trial was returned to the study: it belongs to no call."""
-        compat.set_trial_record(self._study, trial, self._key, None)
+        self._record(trial, self._key, None)
         self._folder.drop(trial.number)
-
-    def keep_record(self) -> None:
-        """Write the record of the call again if somebody has deleted its folder; never raises."""
-        if self._folder.has_record():
-            return
-        try:
-            if self._lock is None or self._lock.renew():  # else it is another driver's by now
-                self._folder.record_call(self._call)
-        except (OSError, FleetConfigError) as error:
-            if not self._has_complained:
-                self._has_complained = True
-                compat.fleet_logger.warning(
-                    f"The record of this call can't be written again: {error} Should the script "
-                    "die, the same call begins anew."
-                )
 
     def end(self, *, was_interrupted: bool = False) -> None:
         """The call is over; but it will be gone on with if it was interrupted.
@@ -162,7 +152,7 @@ class TrialOwnership:
         if was_interrupted:
             self._folder.record_call(replace(self._call, was_interrupted=True))
             return
-        trials = compat.trials_of(self._study, TrialState.RUNNING)
+        trials = self._trials(TrialState.RUNNING)
         if not any(_is_claimed(trial, self._call.id) for trial in trials):
             self._folder.record_call(replace(self._call, has_ended=True))
             self._folder.drop_all_but(unfinished=set(), finals=self._folder.finals())

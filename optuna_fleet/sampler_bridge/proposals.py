@@ -10,13 +10,9 @@ import optuna
 
 from optuna_fleet.events import Event, ProposalDelayed, ProposalsExhausted, TrialProposed
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.batching import is_limited, reason_to_wait
+from optuna_fleet.sampler_bridge.heartbeats import Heartbeats
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
-from optuna_fleet.sampler_bridge.repeatable import (
-    note_space,
-    repeatable_cell,
-    why_not_repeatable,
-)
+from optuna_fleet.sampler_bridge.patience import Patience
 
 _NO_LIMIT = 2**31
 
@@ -28,6 +24,7 @@ class Proposals:
         study: The user's study.
         n_trials: Trials to launch, or None for no limit.
         timeout: Seconds after which no further trial is launched, or None.
+        patiently: Waits for the study's storage.
         ownership: Marks the trials as this call's; gives those that a dead driver of it left.
 
     Attributes:
@@ -41,9 +38,11 @@ class Proposals:
         study: optuna.Study,
         n_trials: int | None,
         timeout: float | None,
+        patiently: Patience,
         ownership: TrialOwnership | None = None,
     ) -> None:
         self._study = study
+        self._patiently = patiently
         self.n_trials = n_trials
         self.timeout = timeout
         self._began: float | None = None
@@ -51,15 +50,16 @@ class Proposals:
         self._ownership = ownership
         self.num_asked = 0
         self._trials: dict[int, optuna.Trial] = {}
-        self._heartbeats: dict[int, compat.Heartbeat] = {}
-        self._defined: set[int] = set()
-        self._remarks: set[str] = set()
-        self._unrepeatable = why_not_repeatable(study.sampler)
+        self._heartbeats = Heartbeats(compat.storage_of(study))
         self._is_delayed = self._has_news = False
         self._adopted: deque[int] = deque()
         self._checkpoints: dict[int, str] = {}
         if ownership is not None:
-            self._adopt(ownership)
+            try:
+                self._adopt(ownership)
+            except BaseException:
+                self.close()
+                raise
 
     def _adopt(self, ownership: TrialOwnership) -> None:
         self.num_asked = ownership.num_launched
@@ -83,11 +83,6 @@ class Proposals:
     def elapsed_s(self) -> float:
         """Seconds since the first trial could start; what `timeout` is compared with."""
         return time.monotonic() - self._began if self._began is not None else 0.0
-
-    def keep_record(self) -> None:
-        """A checkpoint is about to be made: the record of the call must be there beside it."""
-        if self._ownership is not None:
-            self._ownership.keep_record()
 
     def stop(self) -> None:
         """Ask for no further trial."""
@@ -124,33 +119,11 @@ class Proposals:
     def _must_wait(self) -> bool:
         if not self._trials or self._adopted or self._is_spent():
             return False
-        study = self._study
-        if not is_limited(study.sampler):
-            return False
-        reason = reason_to_wait(
-            study.sampler, study.pruner, compat.trials_of(study), self._trials, self._defined
-        )
-        if reason is not None:
-            self._say(reason)
-        return reason is not None
-
-    def _say(self, remark: str) -> None:
-        """Tell the user something of the sampler, once."""
-        if remark not in self._remarks:
-            self._remarks.add(remark)
-            name = type(compat.base_sampler(self._study.sampler)).__name__
-            compat.fleet_logger.info(f"{name}: {remark}.")
+        return self._patiently(lambda: compat.has_none_left(self._study))
 
     def note_news(self) -> None:
         """A trial was suggested a parameter, or has had to do with the study itself."""
         self._has_news = True
-
-    def note_defined(self, number: int) -> None:
-        """The trial has suggested its parameters: it asks for data, or reports."""
-        if number not in self._defined:
-            self._has_news = True
-            self._defined.add(number)
-            note_space(self._study, compat.frozen(self._study, self._trials[number]))
 
     def reconsider_stop(self) -> None:
         """A sampler has just called `Study.stop`: one by brute force may have been too early.
@@ -178,20 +151,19 @@ class Proposals:
             return self._adopted.popleft()
         if self._is_spent():
             return None
-        compat.fail_stale_trials(self._study)
-        with repeatable_cell(self._study):
-            trial = self._study.ask() if self._ownership is None else self._ownership.ask()
+        self._patiently(self._heartbeats.catch_up)
+        self._patiently(lambda: compat.fail_stale_trials(self._study))
+        mark = None if self._ownership is None else self._ownership.mark
+        trial_id = self._patiently(lambda: compat.take_trial(self._study, mark))
+        trial = self._patiently(lambda: compat.trial_of(self._study, trial_id))
         self.num_asked += 1
-        if self._trials and self._unrepeatable:
-            self._say(self._unrepeatable)
         self._enter(trial)
         return trial.number
 
     def _enter(self, trial: optuna.Trial) -> None:
         self._trials[trial.number] = trial
         # From the moment of asking: a trial without a heartbeat is never found stale if we die.
-        self._heartbeats[trial.number] = heartbeat = compat.heartbeat(self._study, trial)
-        heartbeat.start()
+        self._patiently(lambda: self._heartbeats.begin(trial))
 
     def __getitem__(self, number: int) -> optuna.Trial:
         return self._trials[number]
@@ -202,17 +174,19 @@ class Proposals:
 
     def release(self, number: int) -> None:
         """The trial has been told."""
-        self._heartbeats.pop(number).join()
-        del self._trials[number]
+        self._heartbeats.end(self._trials.pop(number))
         self._has_news = True
-        self._defined.discard(number)
 
     def return_to_queue(self, number: int) -> None:
         """Return a trial that was never launched to the study; it does not count."""
         trial = self._trials[number]
         self.release(number)
-        compat.return_to_queue(self._study, trial)
+        self._patiently(lambda: compat.return_to_queue(self._study, trial))
         if self._ownership is not None:
             self._ownership.give_up(trial)
             self._checkpoints.pop(number, None)
         self.num_asked -= 1
+
+    def close(self) -> None:
+        """The call is over."""
+        self._heartbeats.close()

@@ -10,6 +10,7 @@ from typing import Any
 import optuna
 
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.patience import Patience
 
 FLIGHTS_PREFIX = "optuna_fleet:flights:"
 FLIGHTS_KEY = FLIGHTS_PREFIX + "{began:.3f}:{index}"
@@ -135,10 +136,12 @@ class Records:
     Args:
         study: The study.
         began: When the call began, seconds since the epoch; it is in each record's key.
+        patiently: Waits for the study's storage.
     """
 
-    def __init__(self, study: optuna.Study, began: float) -> None:
+    def __init__(self, study: optuna.Study, began: float, patiently: Patience) -> None:
         self._study = study
+        self._patiently = patiently
         self._began = began
         self._flights: list[dict[str, Any]] = []
         self._num_flight_records = 0
@@ -172,4 +175,5 @@ class Records:
         self._num_spans += 1
 
     def _write(self, key: str, record: Any, **numbers: int) -> None:
-        compat.set_study_record(self._study, key.format(began=self._began, **numbers), record)
+        whole = key.format(began=self._began, **numbers)
+        self._patiently(lambda: compat.set_study_record(self._study, whole, record))

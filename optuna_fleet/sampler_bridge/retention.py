@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.patience import Patience
 
 
 class CheckpointRetention:
@@ -28,8 +29,10 @@ class CheckpointRetention:
         folder: StudyFolder,
         num_kept: int,
         max_bytes: int | None = None,
+        patiently: Patience | None = None,
     ) -> None:
         self._study = study
+        self._patiently = patiently or Patience(study, 0.0)
         self.folder = folder
         self._num_kept = num_kept
         self._max_bytes = max_bytes
@@ -94,7 +97,7 @@ class CheckpointRetention:
 
     def _trials(self, numbers: Iterable[int]) -> list[FrozenTrial]:
         wanted = set(numbers)
-        trials = compat.trials_of(self._study) if wanted else []
+        trials = self._patiently(lambda: compat.trials_of(self._study)) if wanted else []
         return [trial for trial in trials if trial.number in wanted]
 
     def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
@@ -102,7 +105,7 @@ class CheckpointRetention:
         complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
         if len(complete) < 2:  # to find the best, Optuna copies all trials of the study
             return complete
-        best = {trial.number for trial in self._optunas_best()}
+        best = {trial.number for trial in self._patiently(self._optunas_best)}
         if len(self._study.directions) > 1:
             return sorted(complete, key=lambda trial: (trial.number not in best, -trial.number))
         return sorted(complete, key=lambda trial: (trial.number not in best, *self._key(trial)))

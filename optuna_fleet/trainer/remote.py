@@ -8,7 +8,6 @@ from typing import Any
 import optuna
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.trainer.session import Session
 
 
@@ -55,5 +54,5 @@ class Remote:
 _KINDS = {"study": optuna.Study, "storage": optuna.storages.BaseStorage}
 _WITH_METHODS = {
     "study": (optuna.Study,),
-    "storage": (optuna.storages.BaseStorage, compat.HeartbeatStorage),
+    "storage": (optuna.storages.RDBStorage,),  # it has heartbeats too
 }

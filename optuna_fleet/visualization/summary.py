@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from optuna_fleet.visualization import style
+from optuna_fleet.visualization.figure import GREY
 
 if TYPE_CHECKING:
     from optuna_fleet.executor.call.summary import FleetSummary
@@ -26,7 +26,7 @@ def summary_html(summary: FleetSummary, sentences: Sequence[str]) -> str:
         for text, colour in (
             ("on a trial", _TRAINED),
             ("of that, waited for data", _WAITED),
-            ("idle", style.GREY),
+            ("idle", GREY),
         )
     )
     return (
@@ -39,7 +39,7 @@ def _row(summary: FleetSummary, device: int) -> str:
     there_s = summary.there_s[device]
     busy_s = min(summary.busy_s.get(device, 0.0), there_s)
     waited_s = min(summary.waited_s.get(device, 0.0), busy_s)
-    parts = ((busy_s - waited_s, _TRAINED), (waited_s, _WAITED), (there_s - busy_s, style.GREY))
+    parts = ((busy_s - waited_s, _TRAINED), (waited_s, _WAITED), (there_s - busy_s, GREY))
     spans = "".join(
         f'<span style="{_BAR};width:{24 * seconds / there_s:.2f}em;background:{colour}"></span>'
         for seconds, colour in parts

@@ -1,259 +1,229 @@
-"""The timeline as an interactive figure, drawn with plotly."""
+"""What a timeline shows: which trial was on which device when, from a study's records."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.visualization import style
-from optuna_fleet.visualization.bars import (
-    Bar,
-    Mark,
-    bars_of,
-    duration_s,
-    first_start,
-    numbers_of,
-    round_starts,
+from optuna_fleet.arguments import check_that, is_a
+from optuna_fleet.events import Ending
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.records import (
+    DEVICES_PREFIX,
+    PIPELINE_PREFIX,
+    DeviceSpan,
+    PipelineSpan,
+    device_spans_of,
+    flights_of,
 )
-from optuna_fleet.visualization.lane import Curve, Lane, hover_text, lane_of, steps
-from optuna_fleet.visualization.rows import Row, Stay, borders, in_order, labels_of, stays_of
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
-_NO_FLIGHTS: dict[str, Any] = {
-    "template": "plotly_white",
-    "annotations": [{"text": style.NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}],
-    "xaxis": {"visible": False},
-    "yaxis": {"visible": False},
-}
-_MOST_LEGEND_ENTRIES = 20
-_FIRST = 1  # legend rank: the marks come before the trials
-_SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
-_HATCH = {
-    "fgcolor": style.INK,
-    "fgopacity": 0.5,
-    "solidity": 0.12,
-    "size": 9,
-    "fillmode": "overlay",
-}
-_ROUND_LINE = {
-    "type": "line",
-    "layer": "below",
-    "yref": "paper",
-    "y0": 0,
-    "y1": 1,
-    "line": {"color": style.ROUND_LINE, "width": 1.5},
-    "name": style.NEW_ROUND,
-    "legendrank": _FIRST,
-}
-_BORDER = {
-    "type": "line",
-    "layer": "below",
-    "xref": "paper",
-    "x0": 0,
-    "x1": 1,
-    "line": {"color": style.BORDER, "width": 1},
-    "showlegend": False,
-}
+Row = tuple[str, int]
+"""A device's node, "" where there is only one, and its number."""
 
 
-def plot_timeline(study: optuna.Study) -> go.Figure:
-    """Plot which trial was on which device when.
+class Mark(Enum):
+    """What is worth seeing at the end of a flight; the value is the legend's text."""
 
-    Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
-    have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
-    Where there are several nodes, the rows are grouped by them, and grey where a device was there.
-    The lane at the bottom shows the shared pipeline: how busy its preprocessors were, for how much
-    of their time trials waited for data, and how full the queues before them were.
+    PRUNED = "pruned"
+    FAILED = "failed"
+    MOVED = "checkpointed to move"
+    LOST = "devices lost"
 
-    Args:
-        study: A study whose trials ran on a fleet.
 
-    Returns:
-        A figure with one row per device; an empty one, with a note, if no trial ran on a fleet.
+_BY_STATE = {TrialState.PRUNED: Mark.PRUNED, TrialState.FAIL: Mark.FAILED}
+_BY_ENDING = {Ending.YIELDED.value: Mark.MOVED, Ending.LOST.value: Mark.LOST}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A trial was on a device, from and to these seconds since the study's first flight.
+
+    `text` says more of it, as HTML.
     """
-    import plotly.graph_objects as go
 
-    bars = bars_of(study)
+    number: int
+    row: Row
+    start_s: float
+    end_s: float
+    round: int
+    mark: Mark | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """A device was there, from and to these seconds since the study's first flight."""
+
+    row: Row
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What is drawn.
+
+    Attributes:
+        name: The study's.
+        bars: One per flight and device, by start.
+        stays: When devices of several nodes were there; none if all were on one node.
+        spans: What the shared pipeline did, by start, in seconds since the first flight.
+    """
+
+    name: str
+    bars: tuple[Bar, ...]
+    stays: tuple[Stay, ...] = ()
+    spans: tuple[PipelineSpan, ...] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        """The devices from the top: node by node."""
+        distinct = {bar.row for bar in self.bars} | {stay.row for stay in self.stays}
+        first: dict[str, int] = {}
+        for node, device in distinct:
+            first[node] = min(device, first.get(node, device))
+        return sorted(distinct, key=lambda row: (first[row[0]], row))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The trials' numbers."""
+        return sorted({bar.number for bar in self.bars})
+
+    @property
+    def duration_s(self) -> float:
+        """From the first start to the last end; never 0."""
+        return max((bar.end_s for bar in self.bars), default=0.0) or 1.0
+
+    @property
+    def round_starts(self) -> list[float]:
+        """When the round of newly started flights increases.
+
+        Each call of `optimize` counts its rounds anew; it begins after all earlier flights ended.
+        """
+        starts: list[float] = []
+        current, last_end_s = self.bars[0].round if self.bars else 0, 0.0
+        for bar in self.bars:
+            if bar.round > current:
+                starts.append(bar.start_s)
+            is_new_call = bar.round < current and bar.start_s >= last_end_s
+            current = bar.round if is_new_call else max(current, bar.round)
+            last_end_s = max(last_end_s, bar.end_s)
+        return starts
+
+
+def timeline_of(study: optuna.Study) -> Timeline:
+    """What the study recorded of its trials; warns if none ran on a fleet."""
+    check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
+    flights, nodes = flights_of(study), _Nodes(study)
+    zero = min((few[0]["start"] for few in flights.values()), default=0.0)
+    bars = [
+        bar
+        for trial in study.get_trials(deepcopy=False)
+        for bar in _bars(trial, flights.get(trial.number, ()), zero, nodes)
+    ]
     if not bars:
-        return go.Figure(layout=_NO_FLIGHTS)
-    stays = stays_of(study, first_start(study), duration_s(bars))
-    order = in_order([*(bar.row for bar in bars), *(stay.row for stay in stays)])
-    rows = {row: place for place, row in enumerate(order)}
-    lane = lane_of(study, len(rows))
-    figure = go.Figure(layout=_layout(bars, order, study.study_name, lane))
-    traces = [*_stay_traces(stays, rows), *_bar_traces(bars, rows)]
-    figure.add_traces([go.Bar(**trace) for trace in traces])
-    lines = [*_mark_traces(bars, rows), *_lane_traces(lane)]
-    figure.add_traces([go.Scatter(**trace, legendrank=_FIRST) for trace in lines])
-    return figure
+        message = "Your study does not have any flights: no trial ran on a fleet."
+        compat.fleet_logger.warning(message)
+    bars.sort(key=lambda bar: (bar.start_s, bar.number, bar.row[1]))
+    shown = Timeline(name=study.study_name, bars=tuple(bars), spans=tuple(_spans(study, zero)))
+    return replace(shown, stays=tuple(_stays(device_spans_of(study), zero, shown.duration_s)))
 
 
-def _layout(
-    bars: Sequence[Bar], rows: Sequence[Row], study_name: str, lane: Lane
-) -> dict[str, Any]:
-    num_rows = len(rows) + lane.rows
-    return {
-        "template": "plotly_white",
-        "title": {"text": html.escape(style.title_of(bars, study_name))},
-        "height": max(320, 140 + style.row_px(len(rows)) * num_rows),
-        "margin": {"t": 70, "b": 60},
-        "barmode": "overlay",
-        "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
-        "showlegend": True,
-        "xaxis": {"title": {"text": style.TIME_LABEL}, "range": [0, duration_s(bars) * 1.01]},
-        "yaxis": {
-            "title": {"text": style.DEVICE_LABEL},
-            "tickvals": [*range(len(rows)), *[lane.centre] * bool(lane.spans)],
-            "ticktext": [*_ticks(rows), *[style.LANE_LABEL] * bool(lane.spans)],
-            "range": [num_rows - 0.5, -0.5],
-            "showgrid": False,
-            "zeroline": False,
-        },
-        # The first line explains all of them in the legend.
-        "shapes": [
-            *(
-                {**_ROUND_LINE, "x0": time_s, "x1": time_s, "showlegend": index == 0}
-                for index, time_s in enumerate(round_starts(bars))
-            ),
-            *({**_BORDER, "y0": height, "y1": height} for height in borders(rows)),
-        ],
-    }
+class _Nodes:
+    """Which node a device was on; "" if all were on one."""
+
+    def __init__(self, study: optuna.Study) -> None:
+        self._stays: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
+        for key, records in compat.study_records(study, DEVICES_PREFIX).items():
+            for record in records:  # a number is a device of its call: drivers may run at once
+                stay = record["start"], record["node"]
+                self._stays[key.partition(":")[0], record["device"]].append(stay)
+        if len({node for own in self._stays.values() for _, node in own}) < 2:
+            self._stays.clear()
+
+    def at(self, call: str, device: int, time_s: float) -> str:
+        of_device = sorted(self._stays.get((call, device), []))
+        before = [stay for stay in of_device if stay[0] <= time_s] or of_device[:1]
+        return before[-1][1] if before else ""
 
 
-def _ticks(rows: Sequence[Row]) -> list[str]:
-    return [html.escape(label) for label in labels_of(rows)]
+def _bars(
+    trial: FrozenTrial, flights: Sequence[Mapping[str, Any]], zero: float, nodes: _Nodes
+) -> Iterator[Bar]:
+    for nth, flight in enumerate(flights, start=1):
+        end = max(flight["start"], flight["end"])  # a clock may be set back
+        start_s, end_s, is_last = flight["start"] - zero, end - zero, nth == len(flights)
+        mark = (_BY_STATE.get(trial.state) if is_last else None) or _BY_ENDING.get(
+            flight["ending"]
+        )
+        for device in flight["devices"]:
+            node = nodes.at(flight["call"], device, flight["start"])
+            lines = [
+                *_about(trial),
+                f"devices: {', '.join(map(str, flight['devices']))}",
+                *([f"node: {html.escape(node)}"] if node else []),
+                f"round: {flight['round']}",
+                f"flight {nth} of {len(flights)}: {start_s:.1f} s to {end_s:.1f} s",
+                f"waited for data: {flight['data_wait_s']:.1f} s, "
+                f"probing: {flight['probing_s']:.1f} s",
+                f"the flight ended: {flight['ending']}",
+            ]
+            yield Bar(
+                number=trial.number,
+                row=(node, device),
+                start_s=start_s,
+                end_s=end_s,
+                round=flight["round"],
+                mark=mark,
+                text="<br>".join(lines),
+            )
 
 
-def _stay_traces(stays: Sequence[Stay], rows: dict[Row, int]) -> list[dict[str, Any]]:
-    if not stays:
-        return []
+def _about(trial: FrozenTrial) -> list[str]:
+    values = ", ".join(f"{value:.6g}" for value in trial.values or ()) or "none yet"
+    params = (
+        f"{html.escape(name)}: {html.escape(_short(value))}"
+        for name, value in trial.params.items()
+    )
     return [
-        {
-            "orientation": "h",
-            "width": 1.0,
-            "x": [stay.end_s - stay.start_s for stay in stays],
-            "base": [stay.start_s for stay in stays],
-            "y": [rows[stay.row] for stay in stays],
-            "name": style.IS_THERE,
-            "hoverinfo": "skip",
-            "legendrank": _FIRST,
-            "marker": {"color": style.THERE, "line": {"width": 0}},
-        }
-    ]
-
-
-def _bar_traces(bars: Sequence[Bar], rows: dict[Row, int]) -> list[dict[str, Any]]:
-    numbers = numbers_of(bars)
-    if len(numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
-        traces = [{**_bar_trace(bars, rows), "showlegend": False}]
-    else:
-        # The legend shows a trial as its trace's first bar, so the last flight comes first.
-        by_trial = {n: [b for b in reversed(bars) if b.number == n] for n in numbers}
-        traces = [{**_bar_trace(own, rows), "name": f"trial {n}"} for n, own in by_trial.items()]
-    if any(b.mark is Mark.PRUNED for b in bars):  # draws nothing, but explains the hatch
-        marker = {"color": style.GREY, "pattern": {"shape": "/", **_HATCH}}
-        entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
-        traces.append({"orientation": "h", "legendrank": _FIRST, **entry})
-    return traces
-
-
-def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
-    return {
-        "orientation": "h",
-        "width": style.BAR_HEIGHT,
-        "x": [b.end_s - b.start_s for b in bars],
-        "base": [b.start_s for b in bars],
-        "y": [rows[b.row] for b in bars],
-        "text": [str(b.number) for b in bars],
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "textfont": {"color": style.INK, "size": 13},
-        "customdata": [_hover_text(b) for b in bars],
-        "hovertemplate": "%{customdata}<extra></extra>",
-        "marker": {
-            "color": [style.colour_of(b.number) for b in bars],
-            "line": {"color": "white", "width": 1},
-            "pattern": {"shape": ["/" * (b.mark is Mark.PRUNED) for b in bars], **_HATCH},
-        },
-    }
-
-
-def _mark_traces(bars: Sequence[Bar], rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
-    for mark, symbol in _SYMBOLS.items():
-        if own := [b for b in bars if b.mark is mark]:
-            yield {
-                "mode": "markers",
-                "name": mark.value,
-                "x": [b.end_s for b in own],
-                "y": [rows[b.row] for b in own],
-                "hoverinfo": "skip",
-                "cliponaxis": False,
-                "marker": {
-                    "symbol": symbol,
-                    "size": 11,
-                    "color": style.INK if mark is Mark.MOVED else style.ALERT,
-                    "line": {"color": "white", "width": 1},
-                },
-            }
-
-
-def _lane_traces(lane: Lane) -> list[dict[str, Any]]:
-    if not lane.spans:
-        return []
-    return [_lane_area(lane, Curve.BUSY), _lane_area(lane, Curve.STALLED), _lane_line(lane)]
-
-
-def _lane_area(lane: Lane, curve: Curve) -> dict[str, Any]:
-    """One rectangle for each span."""
-    tops = [lane.place(curve.share(span)) for span in lane.spans]
-    return {
-        "mode": "lines",
-        "name": curve.value,
-        "x": [x for s in lane.spans for x in (s.start, s.start, s.end, s.end, s.start, None)],
-        "y": [y for t in tops for y in (lane.bottom, t, t, lane.bottom, lane.bottom, None)],
-        "fill": "toself",
-        "fillcolor": curve.colour,
-        "line": {"width": 0},
-        "hoverinfo": "skip",
-    }
-
-
-def _lane_line(lane: Lane) -> dict[str, Any]:
-    corners = steps(lane.spans, Curve.QUEUE)
-    texts = iter([text for s in lane.spans for text in [hover_text(s)] * 2])
-    return {
-        "mode": "lines",
-        "name": Curve.QUEUE.value,
-        "x": [corner and corner[0] for corner in corners],
-        "y": [corner and lane.place(corner[1]) for corner in corners],
-        "customdata": [corner and next(texts) for corner in corners],
-        "hovertemplate": "%{customdata}<extra></extra>",
-        "line": {"color": Curve.QUEUE.colour, "width": 1.5},
-    }
-
-
-def _hover_text(bar: Bar) -> str:
-    values = ", ".join(f"{value:.6g}" for value in bar.values) or "none yet"
-    lines = [
-        f"<b>trial {bar.number}</b> ({bar.state.name.lower()})",
+        f"<b>trial {trial.number}</b> ({trial.state.name.lower()})",
         f"value: {values}",
-        *(f"{html.escape(name)}: {html.escape(_short(value))}" for name, value in bar.params),
-        f"devices: {', '.join(map(str, bar.devices))}",
-        *([f"node: {html.escape(bar.node)}"] if bar.node else []),
-        f"round: {bar.round}",
-        f"flight {bar.flight} of {bar.num_flights}: {bar.start_s:.1f} s to {bar.end_s:.1f} s",
-        f"waited for data: {bar.data_wait_s:.1f} s, probing: {bar.probing_s:.1f} s",
-        f"the flight ended: {bar.ending}",
+        *params,
     ]
-    return "<br>".join(lines)
 
 
 def _short(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _stays(recorded: Sequence[DeviceSpan], zero: float, last_s: float) -> Iterator[Stay]:
+    """What has no end ends where there is other news of the device, or with the last flight."""
+    if len({span.node for span in recorded}) < 2:
+        return
+    by_device: dict[int, list[DeviceSpan]] = defaultdict(list)
+    for span in recorded:
+        by_device[span.device].append(span)
+    for spans in by_device.values():
+        nexts = [*(span.start for span in spans[1:]), zero + last_s]
+        for span, following in zip(spans, nexts, strict=True):
+            end = following if span.end is None else span.end
+            start_s, end_s = max(0.0, span.start - zero), min(end - zero, last_s)
+            if end_s > start_s:
+                yield Stay(row=(span.node, span.device), start_s=start_s, end_s=end_s)
+
+
+def _spans(study: optuna.Study, zero: float) -> list[PipelineSpan]:
+    records = compat.study_records(study, PIPELINE_PREFIX).values()
+    moved = (
+        replace(span, start=max(0.0, span.start - zero), end=max(0.0, span.end - zero))
+        for span in (PipelineSpan(**record) for record in records)
+    )
+    return sorted(moved, key=lambda span: span.start)

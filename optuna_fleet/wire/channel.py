@@ -1,70 +1,64 @@
-"""The control channel: authenticated, framed messages between driver, agents and trainers.
+"""The control channel: framed messages between driver, agents and trainers, in mutual TLS.
 
-Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both). From
-then on every frame carries authentication codes under keys that only the two ends of this one
-connection have: if a frame was altered, repeated, left out or sent back, the connection is closed.
-Nothing is unpickled, and no length is used, before its code was checked. Beyond loopback all of
-this is within TLS (`optuna_fleet.wire.tls`).
+Nothing is unpickled, and no length is used, of a peer that has not shown the sweep's certificate
+(`optuna_fleet.wire.credentials`): who has let in whom is known before a `Channel` is made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import os
+import math
 import pickle
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections import deque
-from hashlib import blake2b
 from typing import Any
 
 from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.wire.credentials import tls_context
 from optuna_fleet.wire.invitation import Invitation, join_address
-from optuna_fleet.wire.tls import connect_tls
 
-HELLO = b"optuna-fleet 2"
-TLS_ONLY = b"optuna-fleet T"  # to who speaks no TLS where it is wanted
-NONCE_BYTES = 32
+HELLO = b"optuna-fleet 3"
+"""What who listens says first, as soon as it has let in who comes."""
+
 HANDSHAKE_LIMIT_S = 10.0
 
 _RETRY_S = 0.1
 # A machine that has vanished is found out in five minutes. Not much sooner: a trainer, which says
 # something now and then only, is to outlive what passes in the network.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 30), (socket.TCP_KEEPCNT, 8))
-_HASH_BYTES = 32
-_PROOF_BYTES = 16
 _LENGTH = struct.Struct("!Q")
-_HEAD_BYTES = _LENGTH.size + _PROOF_BYTES
 _MAX_BYTES = 4 << 30
 _JOINED_BYTES = 1 << 16  # larger ones are not copied
+_PIECE_BYTES = 1 << 18
 _UNKNOWN = (AttributeError, ImportError, TypeError, ValueError, pickle.UnpicklingError)
 """What unpickling raises for what other versions know."""
 
 
 class Channel:
-    """One end of an authenticated connection; it carries records of `optuna_fleet.wire.messages`.
+    """One end of a connection; it carries records of `optuna_fleet.wire.messages`.
 
-    A frame is the length of the pickled message and its proof, the message's proof, the message.
-    A proof is a message authentication code (keyed BLAKE2b).
+    A frame is the length of the pickled message, and that. A message's end is that of a TLS
+    record: when it was read, what follows is in the socket, which stays readable.
 
     Any thread may send, one may receive. None waits for another that waits for the peer.
 
     Args:
-        sock: Connected, perhaps a `TlsSocket`; the channel owns it from now on.
+        sock: Has shaken hands; the channel owns it from now on.
     """
 
-    def __init__(self, sock: socket.socket, *, outgoing: bytes, incoming: bytes) -> None:
-        sock.settimeout(None)
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        sock.setblocking(False)
         self._sock = sock
-        self._sending = threading.Lock()
-        self._outgoing, self._incoming = _Proofs(outgoing), _Proofs(incoming)
+        self._lock = threading.Lock()  # OpenSSL is for one thread at a time; nobody waits within
         self._unsent: deque[memoryview] = deque()  # frames
-        self._expect(_HEAD_BYTES)
-        self._has_head = False
+        self._unsendable: OSError | None = None
+        self._broken: Exception | None = None
+        self._expect(_LENGTH.size, is_head=True)
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -77,9 +71,7 @@ class Channel:
         """
         self.post(message)
         while self.has_unsent:
-            writable = select.poll()
-            writable.register(self._sock, select.POLLOUT)
-            writable.poll()
+            self._wait(select.POLLOUT, None)
             self.flush()
 
     def post(self, message: Any) -> None:
@@ -95,31 +87,35 @@ class Channel:
 
     def post_bytes(self, data: bytes | memoryview) -> None:
         """As `post`, for bytes; what is large must not change until it is sent."""
-        with self._sending:
-            self._unsent += map(memoryview, self._frame(data))
-        self.flush()
-
-    def _frame(self, data: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
-        length = _LENGTH.pack(len(data))
-        head = b"".join((length, self._outgoing.of(length), self._outgoing.of(data)))
-        return (head + data,) if len(data) <= _JOINED_BYTES else (head, data)
+        head = _LENGTH.pack(len(data))
+        frame = (head + data,) if len(data) <= _JOINED_BYTES else (head, data)
+        with self._lock:
+            if self._unsendable is None:
+                self._unsent += map(memoryview, frame)
+            self._flush()
 
     def flush(self) -> None:
         """Send of what was posted as much as the peer takes now; it raises as `send` does."""
-        with self._sending:
-            try:
-                while self._unsent:
-                    rest = self._unsent[0]
-                    rest = rest[self._sock.send(rest, socket.MSG_DONTWAIT) :]
-                    if rest:
-                        self._unsent[0] = rest
-                    else:
-                        self._unsent.popleft()
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._unsent.clear()
-                raise
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._unsendable is not None:  # one more try, and OpenSSL would not read any more
+            raise self._unsendable
+        try:
+            while self._unsent:
+                rest = self._unsent[0]
+                rest = rest[self._sock.send(rest[:_PIECE_BYTES]) :]
+                if rest:
+                    self._unsent[0] = rest
+                else:
+                    self._unsent.popleft()
+        except ssl.SSLWantWriteError:
+            pass  # OpenSSL wants the same piece again
+        except OSError as error:
+            self._unsent.clear()
+            self._unsendable = error
+            raise
 
     @property
     def has_unsent(self) -> bool:
@@ -128,15 +124,16 @@ class Channel:
 
     # -- receiving --------------------------------------------------------------------------------
 
-    def receive(self) -> Any:
+    def receive(self, limit_s: float | None = None) -> Any:
         """Return the next message, waiting for it.
 
         Raises:
             EOFError: The peer is gone.
             ConnectionAbortedError: What arrived is not what the peer sent, or is not known here.
+            TimeoutError: It has not come within so many seconds.
             OSError: The connection broke.
         """
-        data = self.receive_bytes()
+        data = self.receive_bytes(limit_s)
         try:
             return pickle.loads(data)
         except _UNKNOWN as error:
@@ -145,44 +142,51 @@ class Channel:
                 "another version of optuna_fleet, or of Python. The connection was cut."
             ) from error
 
-    def receive_bytes(self) -> memoryview:
+    def receive_bytes(self, limit_s: float | None = None) -> memoryview:
         """Return what was sent by `post_bytes`, waiting for it; it raises as `receive` does."""
-        self._take_in(0)
-        proof, data = self._piece[:_PROOF_BYTES], memoryview(self._piece)[_PROOF_BYTES:]
-        self._incoming.check(proof, data)
-        self._expect(_HEAD_BYTES)
-        self._has_head = False
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while not self.has_message():
+            self._wait(select.POLLIN, deadline)
+        if self._broken is not None:
+            raise self._broken
+        data = memoryview(self._piece)
+        self._expect(_LENGTH.size, is_head=True)
         return data
 
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once; a part of a message is none."""
         try:
-            self._take_in(socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            while self._broken is None and (self._is_head or self._filled < len(self._piece)):
+                self._take_in()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        except (EOFError, OSError):
-            pass  # `receive` says it
+        except ssl.SSLError as error:
+            self._broken = ConnectionAbortedError(
+                f"Somebody tampered with a connection of the control channel: {error}. The "
+                "connection was cut."
+            )
+        except (EOFError, OSError) as error:
+            self._broken = error
         return True
 
-    def _expect(self, num_bytes: int) -> None:
-        self._piece, self._filled = bytearray(num_bytes), 0
+    def _take_in(self) -> None:
+        with self._lock:
+            received = self._sock.recv_into(memoryview(self._piece)[self._filled :])
+        if not received:
+            raise EOFError
+        self._filled += received
+        if self._is_head and self._filled == _LENGTH.size:
+            self._expect(_LENGTH.unpack(self._piece)[0], is_head=False)
 
-    def _take_in(self, flags: int) -> None:
-        """Read up to the end of a message; the rest stays in the socket, which stays readable."""
-        if not self._has_head:
-            self._fill(flags)
-            length = self._piece[: _LENGTH.size]
-            self._incoming.check(self._piece[_LENGTH.size :], length)
-            self._expect(_PROOF_BYTES + _LENGTH.unpack(length)[0])
-            self._has_head = True
-        self._fill(flags)
+    def _expect(self, num_bytes: int, *, is_head: bool) -> None:
+        self._piece, self._filled, self._is_head = bytearray(num_bytes), 0, is_head
 
-    def _fill(self, flags: int) -> None:
-        while self._filled < len(self._piece):
-            received = self._sock.recv_into(memoryview(self._piece)[self._filled :], 0, flags)
-            if not received:
-                raise EOFError
-            self._filled += received
+    def _wait(self, event: int, deadline: float | None) -> None:
+        waiting = select.poll()
+        waiting.register(self._sock, event)
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not waiting.poll(None if left_s is None else math.ceil(1e3 * left_s)):
+            raise TimeoutError("The other end of a connection was silent for too long.")
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -195,50 +199,31 @@ class Channel:
         """Whether this end was closed."""
         return self._sock.fileno() < 0
 
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the peer is gone, though what it has said may not all have been read."""
+        waiting = select.poll()
+        try:
+            waiting.register(self._sock, select.POLLRDHUP)
+        except ValueError:  # it was closed
+            return True
+        return bool(waiting.poll(0))
+
     def cut(self) -> None:
         """End the connection, also for a thread of ours that waits on it."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of `ssl` ends TLS only
 
     def close(self) -> None:
         """Close this end."""
         self._sock.close()
 
 
-class _Proofs:
-    """Proofs of what goes one way, each for its place in the sequence."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._place = 0
-
-    def of(self, piece: bytes | bytearray | memoryview) -> bytes:
-        """Return the proof of the next piece."""
-        proof = blake2b(_LENGTH.pack(self._place), key=self._key, digest_size=_PROOF_BYTES)
-        proof.update(piece)
-        self._place += 1
-        return proof.digest()
-
-    def check(self, proof: bytes | bytearray, piece: bytearray | memoryview) -> None:
-        """Check the next piece.
-
-        Raises:
-            ConnectionAbortedError: It is not what the peer sent; nor is anything after it.
-        """
-        place = self._place
-        if not hmac.compare_digest(proof, self.of(piece)):
-            self._place = place
-            raise ConnectionAbortedError(
-                "Somebody tampered with a connection of the control channel: a message on it is "
-                "not what its sender sent. The connection was cut."
-            )
-
-
 def connect(invitation: Invitation) -> Channel:
     """Connect to the driver that made the invitation, at the first address where it answers.
 
     Raises:
-        ProtocolError: Somebody else answers, or this is not the driver's secret.
+        ProtocolError: Somebody else answers, or this is not the driver's certificate.
         ConnectionRefusedError: Nobody listens, at any of the addresses.
         OSError: It can't be reached.
     """
@@ -283,42 +268,25 @@ def _enter(host: str, port: int, invitation: Invitation) -> Channel:
         for option, value in ((socket.TCP_NODELAY, 1), *_KEEPALIVE):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.settimeout(HANDSHAKE_LIMIT_S)
-        if invitation.fingerprint is not None:
-            sock = connect_tls(sock, invitation.fingerprint)
-        sock.sendall(HELLO)
-        hello = _exactly(sock, len(HELLO))
-        if hello == TLS_ONLY:
-            raise ProtocolError("it wants TLS, but the token that was given has no fingerprint")
-        if hello != HELLO:
-            raise ProtocolError("it does not speak this protocol")
-        secret, server = invitation.secret, _exactly(sock, NONCE_BYTES)
-        client = os.urandom(NONCE_BYTES)
-        sock.sendall(client + derived(secret, b"client", client, server))
-        proof = derived(secret, b"server", client, server)
-        if not hmac.compare_digest(_exactly(sock, _HASH_BYTES), proof):
-            raise ProtocolError(
-                "it does not know the same secret as this process: they belong to different sweeps"
-            )
-        return Channel(
-            sock,
-            outgoing=derived(secret, b"from client", client, server),
-            incoming=derived(secret, b"from server", client, server),
-        )
-    except BaseException:
+        sock = tls_context(invitation.credentials, is_server=False).wrap_socket(sock)
+        channel = Channel(sock)
+        if channel.receive_bytes(HANDSHAKE_LIMIT_S) != HELLO:
+            raise ProtocolError("it is another version of optuna_fleet")
+        return channel
+    except BaseException as error:
         sock.close()
-        raise
+        raise _in_words(error) from error
 
 
-def derived(secret: bytes, purpose: bytes, client: bytes, server: bytes) -> bytes:
-    """Return a key or proof derived from the secret and the nonces of a connection's ends."""
-    return hmac.digest(secret, purpose + client + server, "sha256")
-
-
-def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        received = sock.recv(num_bytes - len(data))
-        if not received:
-            raise ConnectionResetError("The other end closed the connection during the handshake.")
-        data += received
-    return data
+def _in_words(error: BaseException) -> BaseException:
+    match error:
+        case ssl.SSLCertVerificationError():
+            return ProtocolError(
+                "its certificate is not the one that the token was made for: it belongs to "
+                "another sweep, or somebody is in between"
+            )
+        case EOFError() | ssl.SSLEOFError():
+            return ConnectionResetError("it closed the connection during the handshake")
+        case ssl.SSLError():
+            return ProtocolError(f"it does not speak TLS 1.3 ({error.reason or error})")
+    return error

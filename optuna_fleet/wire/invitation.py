@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.files import replacing
+from optuna_fleet.wire.credentials import tls_context
 
 _JOIN = "OPTUNA_FLEET_JOIN"
 _TOKEN = "OPTUNA_FLEET_TOKEN"
-SECRET_BYTES = 32
-_FINGERPRINT_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +22,16 @@ class Invitation:
 
     Attributes:
         addresses: Host and port, in the order in which they are to be tried.
-        secret: What both ends of a connection must know.
-        fingerprint: SHA-256 of the driver's certificate; None on loopback, where there is no TLS.
+        credentials: What both ends of a connection show: a certificate and its key, as PEM.
     """
 
     addresses: tuple[tuple[str, int], ...]
-    secret: bytes = field(repr=False)
-    fingerprint: bytes | None = None
+    credentials: bytes = field(repr=False)
 
     @property
     def token(self) -> str:
-        """Secret and fingerprint as text: never for a command line."""
-        return base64.urlsafe_b64encode(self.secret + (self.fingerprint or b"")).decode()
+        """The credentials as one word: never for a command line."""
+        return base64.urlsafe_b64encode(self.credentials).decode()
 
     def environment(self) -> dict[str, str]:
         """The variables with which ``optuna-fleet agent`` joins this driver."""
@@ -83,18 +80,16 @@ class Invitation:
     def of(cls, addresses: str, token: str) -> Invitation:
         """The invitation of these addresses ("host:port,host:port") and this token."""
         try:
-            opened = base64.urlsafe_b64decode(token.strip())
-        except (binascii.Error, ValueError):
-            opened = b""
-        if len(opened) not in (SECRET_BYTES, SECRET_BYTES + _FINGERPRINT_BYTES):
+            credentials = base64.urlsafe_b64decode(token.strip())
+            tls_context(credentials, is_server=False)
+        except (ValueError, ssl.SSLError):
             raise FleetConfigError(
                 f"The token of the driver is {'missing' if not token else 'damaged'}: set "
                 f"{_TOKEN} to the one that the driver has shown or written to its file."
-            )
+            ) from None
         return cls(
             addresses=tuple(split_address(address) for address in addresses.split(",")),
-            secret=opened[:SECRET_BYTES],
-            fingerprint=opened[SECRET_BYTES:] or None,
+            credentials=credentials,
         )
 
 

@@ -129,50 +129,6 @@ def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | Non
     return buffer.getvalue()
 
 
-def fingerprint(value: Any) -> bytes | None:
-    """Bytes that are equal for an object and its copies in this process; None if it has none."""
-    buffer = io.BytesIO()
-    try:
-        _PrintingPickler(buffer).dump(value)
-    except Exception:
-        return None
-    return buffer.getvalue()
-
-
-class _PrintingPickler(Pickler):
-    """Writes what an object consists of, and nothing that depends on where its parts lie.
-
-    Pickle itself says which equal strings and tuples are one object (unpickling changes that), and
-    PyTorch the address of each tensor. A class that is sent to another process and back is the
-    same class as before, but with the state that it had there.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.fast = True
-        self._met: dict[int, tuple[int, Any]] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        if obj is _part:
-            return NotImplemented
-        if isinstance(obj, type):
-            return _part, ("class", id(obj))
-        if id(obj) in self._met:  # "fast" knows no cycles: a function that calls itself
-            return _part, ("again", self._met[id(obj)][0])
-        self._met[id(obj)] = len(self._met), obj  # kept, or another object could get its id
-        return _content(obj) if is_tensor(obj) else super().reducer_override(obj)
-
-
-def _part(*content: Any) -> None:
-    """A part of an object in its fingerprint; never called."""
-
-
-def _content(tensor: Any) -> Any:
-    flat = tensor.detach().cpu().reshape(-1)
-    numbers = flat.view(sys.modules["torch"].uint8).numpy().tobytes()
-    return _part, (str(tensor.dtype), list(tensor.shape), tensor.requires_grad, numbers)
-
-
 def plain(value: Any) -> Any:
     """Return the number that a scalar tensor or array holds; lists and tuples item by item.
 

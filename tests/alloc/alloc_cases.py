@@ -4,7 +4,7 @@ import itertools
 import math
 
 from optuna_fleet.alloc import SEVERAL, AllocationProblem, Candidate
-from optuna_fleet.alloc.shares import pinned_choice, share_of
+from optuna_fleet.alloc.draft import Draft, share_of
 from optuna_fleet.alloc.streams import stream_limit
 
 SLIDE_RATES = {  # FLEET's slides 27-30
@@ -54,7 +54,7 @@ def best_choice(problem, gains, flotilla_cost):
         gains: (trial, type, devices) -> worth of what can be chosen.
         flotilla_cost: Of each flotilla.
     """
-    pinned = pinned_choice(problem)
+    pinned = Draft(problem).choice
     options = [
         [pinned[t]]
         if t in pinned

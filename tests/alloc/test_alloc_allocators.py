@@ -42,14 +42,6 @@ def test_no_device_idles_while_a_starting_trial_gains_from_it(allocator, problem
                 assert candidate.devices or not fits or candidate.rate(m) <= a.rate
 
 
-def test_greedy_forms_the_flotilla_of_fleets_slides():
-    plan = GreedyAllocator().allocate(slide_problem())
-    assert counts(plan) == {1: 1, 4: 3}
-    assert len(plan.flotillas) == 1
-    assert plan.flotillas[0].reference_rate == 100
-    assert plan.reason.startswith("2 of 4 trials on 4 of 4 devices at 100..105 samples/s")
-
-
 def test_greedy_speeds_up_the_slowest_but_not_past_its_peak():
     candidate = Candidate(number=0, rates=(50.0, 80.0, 90.0, 70.0))
     problem = AllocationProblem(candidates=(candidate,), nodes=((0, 1, 2, 3),))
@@ -61,18 +53,6 @@ def test_greedy_keep_flying_starts_the_waiting_before_it_rescales_anyone():
     waiting = Candidate(number=2, rates=(90.0,))
     problem = AllocationProblem(candidates=(flying, waiting), nodes=((0, 1),))
     assert counts(GreedyAllocator(keep_flying=True).allocate(problem)) == {1: 1, 2: 1}
-
-
-def test_greedy_does_not_open_a_stream_that_the_preprocessors_can_not_serve():
-    fast, slow = Candidate(number=1, rates=(90.0,)), Candidate(number=2, rates=(20.0, 38.0))
-    problem = AllocationProblem(candidates=(fast, slow), nodes=((0, 1, 2),))
-    assert counts(GreedyAllocator().allocate(problem)) == {1: 1, 2: 2}
-    less = replace(problem, preprocess_samples_per_s=115.0)
-    assert counts(GreedyAllocator().allocate(less)) == {1: 1, 2: 1}
-    least = replace(problem, preprocess_samples_per_s=30.0)
-    plan = GreedyAllocator().allocate(least)
-    assert counts(plan) == {2: 1}
-    assert "trial 1 waits: the preprocessors can't serve it as well" in plan.reason
 
 
 def test_a_plan_says_that_preprocessors_slow_it():
@@ -87,7 +67,7 @@ def test_a_plan_says_that_preprocessors_slow_it():
 
 def test_validate_lists_everything_that_is_broken():
     problem = slide_problem()
-    plan = GreedyAllocator().allocate(problem)
+    plan = FleetAllocator().allocate(problem)
     with pytest.raises(ValueError, match=r"trials \[1, 4\] are assigned.*devices .* used more"):
         validate(problem, replace(plan, flotillas=plan.flotillas * 2))
     with pytest.raises(ValueError, match=r"devices \[.*\] are not available"):
@@ -101,7 +81,7 @@ def test_validate_lists_everything_that_is_broken():
 
 def test_validate_knows_what_can_not_move():
     problem = slide_problem()
-    plan = GreedyAllocator().allocate(problem)
+    plan = FleetAllocator().allocate(problem)
     devices = plan.assignments[4].devices
     staying = replace(problem.by_number[4], movable=False, devices=devices[::-1])
     elsewhere = replace(staying, devices=tuple({0, 1, 2, 3} - set(devices)))
@@ -124,7 +104,7 @@ def test_validate_knows_what_can_not_move():
 
 def test_validate_knows_phases_and_capacity():
     problem = slide_problem()
-    plan = GreedyAllocator().allocate(problem)  # one stream of 105 samples/s
+    plan = FleetAllocator().allocate(problem)  # one stream of 105 samples/s
     validate(replace(problem, preprocess_samples_per_s=105.0), plan)
     with pytest.raises(ValueError, match="streams of 105 samples/s exceed the 104"):
         validate(replace(problem, preprocess_samples_per_s=104.0), plan)

@@ -1,143 +1,78 @@
-"""Fleets of several device types, for allocators that know of one."""
+"""Fleets of several device types, for an allocator of the user's that knows of one."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from optuna_fleet.alloc import (
-    SEVERAL,
-    ByKind,
-    EqualSplitAllocator,
-    FleetAllocator,
-    GreedyAllocator,
-    HomogeneousAllocator,
-    SingleDeviceAllocator,
-    validate,
-)
-from optuna_fleet.alloc.kinds import CAUTIOUS
+from optuna_fleet.alloc import SEVERAL, ByKind, validate
+from optuna_fleet.alloc.assembly import plan_of
 from tests.behaviour.allocation import mixed_problems, placed, problem_of, ruled_problems, trial
 
-PUBLISHED = [
-    EqualSplitAllocator(),
-    FleetAllocator(),
-    GreedyAllocator(),
-    HomogeneousAllocator(seed=7),
-    SingleDeviceAllocator(),
-]
 
+@dataclass(frozen=True)
+class FirstCome:
+    """Trials keep what they have; others get their fewest devices. It knows of no types."""
 
-class Recording(GreedyAllocator):
-    """Notes what it is asked, by the devices that may be used."""
-
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "problems", {})
+    name: str = "first-come"
 
     def allocate(self, problem):
-        self.problems[problem.devices] = problem
-        return super().allocate(problem)
+        assert not problem.kinds
+        assert not any(c.rates_by_kind for c in problem.candidates)
+        trials = problem.by_number.values()
+        given = {n: problem.by_number[n].devices for n in problem.pinned}
+        for kept in (True, False):
+            for c in trials:
+                free = [d for d in problem.devices if d not in sum(given.values(), ())]
+                if c.number in given:
+                    continue
+                if kept and problem.kept_width(c) and set(c.devices) <= set(free):
+                    given[c.number] = c.devices
+                elif not kept and c.min_devices <= len(free):
+                    given[c.number] = tuple(free[: c.min_devices])
+        alone = [[number] for number in given]
+        return plan_of(problem, given, groups=alone, allocator=self.name)
 
 
-def asked(problem):
-    """What the inner allocator is asked."""
-    recording = Recording()
-    validate(problem, ByKind(inner=recording).allocate(problem))
-    return recording.problems
+OWN = ByKind(inner=FirstCome())
 
 
-@settings(max_examples=25)
-@given(problem=mixed_problems(), allocator=st.sampled_from(PUBLISHED))
-def test_whoever_flies_stays_on_its_type(problem, allocator):
-    plan = ByKind(inner=allocator).allocate(problem)
+@settings(max_examples=80)
+@given(problem=mixed_problems())
+def test_its_plan_can_be_flown_and_whoever_flies_stays_on_its_type(problem):
+    problem = replace(problem, preprocess_samples_per_s=None)
+    plan = OWN.allocate(problem)
     validate(problem, plan)
-    assert plan.allocator == allocator.name
+    assert plan.allocator == "first-come"
+    assert plan.reason
     for number, a in plan.assignments.items():
         candidate = problem.by_number[number]
-        mixed = {d for b in plan.assignments.values() for d in b.devices if is_mixed(problem, b)}
         home = problem.kind_now(candidate)
-        left = [d for d in problem.devices if problem.kind_of([d]) == home and d not in mixed]
-        if problem.kept_width(candidate) and len(left) >= candidate.min_devices:
-            assert home in (problem.kind_of(a.devices), SEVERAL) or is_mixed(problem, a)
-
-
-def is_mixed(problem, assignment):
-    return problem.kind_of(assignment.devices) == SEVERAL
+        if problem.kept_width(candidate):
+            assert problem.kind_of(a.devices) == home
 
 
 @settings(max_examples=25)
-@given(problem=ruled_problems(), allocator=st.sampled_from(PUBLISHED))
-def test_with_one_type_the_plan_is_that_of_the_inner_allocator(problem, allocator):
-    plan = allocator.allocate(problem)
-    assert ByKind(inner=allocator).allocate(problem) == plan
-    same = replace(problem, kinds=("a",) * len(problem.nodes))
-    typed = ByKind(inner=allocator).allocate(same)
-    assert placed(typed) == placed(plan)
+@given(problem=ruled_problems())
+def test_with_one_type_the_plan_is_its_own(problem):
+    plan = FirstCome().allocate(problem)
+    assert OWN.allocate(problem) == plan
+    same = replace(problem, kinds=("a",) * len(problem.nodes), preprocess_samples_per_s=None)
+    assert placed(OWN.allocate(same)) == placed(plan)
 
 
 def test_trials_that_wait_are_shared_out_by_what_there_is_to_do():
     trials = [trial(n, {"fast": (300.0,), "slow": (100.0,)}) for n in range(10)]
-    seen = asked(problem_of(*trials, nodes=((0,), (1, 2)), kinds=("fast", "slow")))
-    assert {d: len(p.candidates) for d, p in seen.items()} == {(0,): 6, (1, 2): 4}
+    problem = problem_of(*trials, nodes=((0, 1), (2,)), kinds=("fast", "slow"))
+    assert sorted(map(len, placed(OWN.allocate(problem)).values())) == [1, 1, 1]
 
 
-def test_each_type_counts_on_its_share_of_the_trials_to_come():
-    rates = {"slow": (10.0, 20.0), "fast": (20.0, 40.0)}
-    trials = trial(1, rates, devices=(0,)), trial(2, rates, devices=(3,), at="fast")
-    nodes = ((0, 1, 2), (3, 4, 5))
-    seen = asked(problem_of(*trials, nodes=nodes, kinds=("slow", "fast"), num_to_come=5))
-    assert {p.num_to_come for p in seen.values()} == {3}
-
-
-# -- devices of several types at once -----------------------------------------------------------
-
-A2_B1 = {"nodes": ((0, 1), (2,)), "kinds": ("a", "b")}
-A2_B2 = {"nodes": ((0, 1), (2, 3)), "kinds": ("a", "b")}
-every_allocator = pytest.mark.parametrize("allocator", PUBLISHED, ids=lambda a: a.name)
-
-
-def spanning(number, *, at="a", **more):
-    """It scales perfectly, and on a mixture as half of it would on each type."""
-    by_kind = {"a": 20.0, "b": 10.0, SEVERAL: 15.0}
-    rates = {kind: [r * m for m in (1, 2, 3, 4)] for kind, r in by_kind.items()}
-    return trial(number, rates, at=at, **more)
-
-
-def devices_of(allocator, problem):
-    plan = ByKind(inner=allocator).allocate(problem)
-    validate(problem, plan)
-    return placed(plan)
-
-
-@every_allocator
-def test_who_lost_a_device_of_its_mixture_gets_as_many_as_it_needs(allocator):
-    lost = spanning(1, at=SEVERAL, devices=(1, 2, 9), min_devices=3, movable=False)
-    assert len(devices_of(allocator, problem_of(lost, **A2_B2))[1]) >= 3
-
-
-@every_allocator
-def test_a_mixture_flies_alone_where_nothing_can_be_served(allocator):
-    large = spanning(1, min_devices=3)
-    problem = problem_of(large, **A2_B1, preprocess_samples_per_s=5.0)
-    assert devices_of(allocator, problem) == {1: {0, 1, 2}}
-
-
-@pytest.mark.parametrize(("capacity", "numbers"), [(95.0, {1, 2, 3}), (65.0, {2, 3})])
-def test_a_mixture_waits_if_it_can_not_be_served_beside_those_that_stay(capacity, numbers):
-    large = spanning(1, min_devices=4)  # draws 60 samples/s; the others 20 and 10
-    stay = [
-        spanning(2, at="a", devices=(0,), movable=False),
-        spanning(3, at="b", devices=(3,), movable=False),
-    ]
-    nodes = ((0, 1, 2), (3, 4, 5))
-    problem = problem_of(
-        large, *stay, nodes=nodes, kinds=("a", "b"), preprocess_samples_per_s=capacity
-    )
-    assert devices_of(GreedyAllocator(), problem).keys() == numbers
-
-
-def test_the_fallback_leaves_devices_idle_rather_than_move_who_flies():
-    assert devices_of(CAUTIOUS.inner, problem_of(spanning(1, devices=(0, 1)), **A2_B2)) == {
-        1: {0, 1}
-    }
+@pytest.mark.parametrize("devices", [(), (0, 2)])
+def test_who_needs_several_types_or_has_them_comes_first(devices):
+    rates = {"a": (20.0, 40.0, 60.0), "b": (10.0, 20.0, 30.0), SEVERAL: (15.0, 30.0, 45.0)}
+    large = trial(1, rates, at=SEVERAL if devices else "a", devices=devices, min_devices=3)
+    kept = replace(large, min_devices=2 if devices else 3)
+    problem = problem_of(kept, trial(0, rates), nodes=((0, 1), (2,)), kinds=("a", "b"))
+    found = placed(OWN.allocate(problem))
+    assert found[1] == (set(devices) or {0, 1, 2})
+    assert (0 in found) is bool(devices)

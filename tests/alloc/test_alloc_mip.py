@@ -6,7 +6,6 @@ import pytest
 from alloc_cases import counts, slide_problem
 
 from optuna_fleet.alloc import AllocationProblem, Candidate, MipAllocator, validate
-from optuna_fleet.alloc.windows import reference_rates
 
 
 def many_rates(**more):
@@ -80,16 +79,7 @@ def test_a_trial_wins_that_was_passed_over_often_enough(rate):
         assert (9 in MipAllocator().allocate(problem).assignments) is expected
 
 
-# -- more rates than there can be windows -------------------------------------------------------
-
-
-def test_references_hold_the_slowest_and_the_fastest():
-    rates = [1.01**k for k in range(300)]
-    for from_above in (False, True):
-        thinned = reference_rates(rates, most=12, from_above=from_above)
-        assert len(thinned) <= 12
-        assert set(thinned) <= set(rates)
-        assert (thinned[0], thinned[-1]) == (rates[0], rates[-1])
+# -- more rates than are tried as those of flotillas ----------------------------------------------
 
 
 def test_with_more_rates_than_it_may_try_it_fills_the_fleet():

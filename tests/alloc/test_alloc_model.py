@@ -23,11 +23,10 @@ from optuna_fleet.alloc import (
     model,
     program,
     validate,
-    windows,
 )
+from optuna_fleet.alloc.draft import Draft, share_of
 from optuna_fleet.alloc.model import Decision, decide
 from optuna_fleet.alloc.program import Program, by_slope
-from optuna_fleet.alloc.shares import pinned_choice, share_of
 from tests.behaviour.allocation import mixed_problems, problem_of, trial
 
 THROUGHPUT = ElasticAllocator(objective="throughput")
@@ -63,7 +62,7 @@ def test_no_choice_that_can_be_flown_is_worth_more_with_or_without_pruning(probl
     for many in (10**6, 0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(program, "_MANY", many)
-            patch.setattr(windows, "_FEWEST_RATES_PER_PHASE", 1000)  # all there are
+            patch.setattr(model, "MOST_FLOTILLAS", 1000)  # all there are
             decision = decide(problem, worth, flotilla_cost=cost)
         if made.options:
             assert value_of(problem, made, decision.choice) == pytest.approx(
@@ -83,7 +82,7 @@ def test_the_choice_without_a_solver_can_be_flown_and_is_worth_no_more(problem, 
         fits = problem.by_number[number].min_devices <= sum(share.values())
         assert fits or number in problem.pinned
     assert all(m <= problem.num_by_kind[kind] for kind, m in used.items())
-    assert pinned_choice(problem).items() <= choice.items()
+    assert Draft(problem).choice.items() <= choice.items()
     assert fewest(problem, choice) < math.inf or choice.keys() == problem.pinned.keys()
     best = best_choice(problem, made.gains, made.flotilla_cost)
     assert made.value(choice) <= best + 1e-9 * abs(best) or not made.options

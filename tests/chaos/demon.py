@@ -21,8 +21,8 @@ from typing import Any
 
 from optuna_fleet.checkpoints.names import FileName, newest_first
 from tests.chaos.faults import KINDS, Fault
-from tests.executor.storage_servers import Postgres
 from tests.nursery import Forked
+from tests.storage_servers import Postgres
 
 _DISK_S = 2.0  # a disk that is full has no logical end: only time will do
 _AT_WORK = ("batch", "report", "sample")

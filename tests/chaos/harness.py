@@ -27,8 +27,8 @@ from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.moments import SOCKET
 from tests.chaos.sweep import STUDY, open_storage
 from tests.clusters.forks import forking
-from tests.executor.storage_servers import Postgres, has_postgres
 from tests.nursery import Forked, Nursery
+from tests.storage_servers import Postgres, has_postgres
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0

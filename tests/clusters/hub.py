@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.executor.cluster.engine import Departure, Engine
+from optuna_fleet.executor.fleet.departures import Departures
+from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.invitation import Invitation
 
 AGENT = (sys.executable, str(Path(__file__).with_name("stub_agent.py")))
@@ -43,13 +45,14 @@ class Hub:
         self.engine = engine
         self.agents: list[Joined] = []
         self.departures: list[Departure] = []
+        self._inbox = Departures()
         self._server = socket.create_server(("127.0.0.1", 0))
         address = ("127.0.0.1", int(self._server.getsockname()[1]))
-        self.invitation = Invitation(addresses=(address,), secret=bytes(32))
+        self.invitation = Invitation(addresses=(address,), credentials=make_credentials())
 
     def __enter__(self) -> Hub:
         try:
-            self.engine.open(self.invitation)
+            self.engine.open(self.invitation, self._inbox)
         except BaseException:
             self.__exit__()
             raise
@@ -60,6 +63,7 @@ class Hub:
             agent.sock.close()
         self._server.close()
         self.engine.close()
+        self._inbox.close()
 
     def nodes(self) -> list[str]:
         """Of the agents that are there, in order."""
@@ -78,8 +82,7 @@ class Hub:
         while not holds():
             with selectors.DefaultSelector() as selector:
                 selector.register(self._server, selectors.EVENT_READ, self._accept)
-                for readable in self.engine.readables():
-                    selector.register(readable, selectors.EVENT_READ, self._hear)
+                selector.register(self._inbox, selectors.EVENT_READ, self._hear)
                 for agent in self.agents:
                     hear = functools.partial(self._receive, agent)
                     selector.register(agent.sock, selectors.EVENT_READ, hear)
@@ -87,7 +90,7 @@ class Hub:
                     key.data()
 
     def _hear(self) -> None:
-        self.departures += self.engine.gone()
+        self.departures += self._inbox.take()
 
     def _accept(self) -> None:
         self.agents.append(Joined(self._server.accept()[0]))

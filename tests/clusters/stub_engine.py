@@ -5,27 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.asking import News
-from optuna_fleet.executor.cluster.engine import Departure, Readable
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox
 from optuna_fleet.processes import cause_of_death
 from optuna_fleet.wire.invitation import Invitation
 
 
-class StubEngine:
+class StubEngine(Engine):
     def __init__(self, agent: Sequence[str], nodes: Sequence[str]) -> None:
         self._agent = agent
         self._nodes = nodes
         self._wanted = len(nodes)
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
-        self._news = News()
-        self._news.close()
 
-    def open(self, invitation: Invitation) -> None:
-        self._news = News()
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
+        self._inbox = inbox
         self._environment = {**os.environ, **invitation.environment()}
         try:
             self._place()
@@ -55,20 +52,14 @@ class StubEngine:
             if self._agents.get(node) is process:
                 del self._agents[node]
                 cause = f"its agent ended with {cause_of_death(code)}"
-                self._news.tell(Departure(node=node, cause=cause))
+                self._inbox.put(Departure(node=node, cause=cause))
 
     def want(self, nodes: int | None) -> None:
         self._wanted = len(self._nodes) if nodes is None else nodes
         self._place()
 
-    def expected(self) -> Iterable[str]:
+    def expected(self) -> Sequence[str]:
         return tuple(self._agents)
-
-    def gone(self) -> Sequence[Departure]:
-        return self._news.fetch()
-
-    def readables(self) -> Iterable[Readable]:
-        return [self._news]
 
     def end(self, node: str, *, for_good: bool = False) -> None:
         if node in self._agents:
@@ -80,4 +71,3 @@ class StubEngine:
         for process in agents.values():
             process.kill()
             process.wait()
-        self._news.close()

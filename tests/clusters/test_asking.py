@@ -1,24 +1,30 @@
-"""The thread that asks a scheduler: what it must not lose, and when it must not wait."""
+"""The threads of engines: what they must not lose, and when they must not wait."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from optuna_fleet import LocalCluster
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster import asking
+from optuna_fleet.executor.cluster import asking, local
 from optuna_fleet.executor.cluster.asking import AsksScheduler
+from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.cluster.slurm import harvesting
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.commands import Job
 from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
 from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.invitation import Invitation
 
-INVITATION = Invitation(addresses=(("127.0.0.1", 1),), secret=bytes(32))
+INVITATION = Invitation(addresses=(("127.0.0.1", 1),), credentials=b"")
 
 
 class Noting(AsksScheduler):
@@ -59,7 +65,7 @@ def test_nobody_waits_for_the_next_look_of_one_that_is_closed(
 
     engine = Noting()
     monkeypatch.setattr(engine, "_prepare", lambda: setattr(engine, "_woken", Closing()))
-    engine.open(INVITATION)
+    engine.open(INVITATION, queue.SimpleQueue())
     assert engine._thread is not None
     engine._thread.join()
     engine.close()
@@ -83,17 +89,62 @@ def test_one_that_is_opened_again_waits_for_what_it_still_does(
 
     monkeypatch.setattr(threading, "Thread", Thread)
     engine = Noting(wait)
-    engine.open(INVITATION)
+    engine.open(INVITATION, queue.SimpleQueue())
     looks.wait()
     monkeypatch.setattr(asking, "_END_LIMIT_S", 0.0)
     engine.close()
     monkeypatch.undo()
     try:
-        engine.open(INVITATION)
+        engine.open(INVITATION, queue.SimpleQueue())
         assert engine.noted[:5] == ["prepare", "look", "stuck", "leave", "prepare"]
     finally:
         answers.set()
         engine.close()
+
+
+# -- no thread dies unheard ----------------------------------------------------------------------
+
+
+def told_by(engine: Engine) -> str:
+    """What the driver is told of an engine that can't go on."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    engine.open(INVITATION, inbox)
+    while not isinstance(told := inbox.get(), LaunchError):
+        pass
+    engine.close()
+    return str(told)
+
+
+def test_what_goes_wrong_as_a_scheduler_is_asked_is_told() -> None:
+    engine = Noting(lambda: {}["nothing"])
+    assert told_by(engine) == "Nobody can't place agents any more: KeyError: 'nothing'"
+    assert engine.noted == ["prepare", "look", "leave"]
+
+
+def test_an_srun_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    engine = SlurmEngine("1", ("agent",), notice_s=1.0)
+    for _ in range(2):
+        assert "`srun` can't be started" in told_by(engine)
+        assert engine.expected() == []
+
+
+def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(options: Any, threads: int) -> ModuleProcess:
+        if started:
+            raise LaunchError("too many processes")
+        started.append(ModuleProcess("tests.clusters.stub_agent", None, environment={}))
+        return started[0]
+
+    started: list[ModuleProcess] = []
+    monkeypatch.setattr(local, "AgentProcess", process)
+    options: Any = SimpleNamespace(devices=1, device_type="cpu")
+    engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
+    assert "too many processes" in told_by(engine)
+
+
+# -- pilots --------------------------------------------------------------------------------------
 
 
 class Slurm:
@@ -128,7 +179,7 @@ def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
     """It has submitted one pilot."""
     job = PilotJob(agent=("agent",), options=(), logs=tmp_path)
     engine: Any = HarvestEngine(PilotLimits(most=1, renewal_s=0.0), job)
-    engine.open(INVITATION)
+    engine.open(INVITATION, queue.SimpleQueue())
     engine._look()
     yield engine
     engine.close()

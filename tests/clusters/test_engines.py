@@ -19,7 +19,7 @@ import pytest
 from optuna_fleet import FleetConfigError, LaunchError, LocalCluster, processes
 from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
-from optuna_fleet.executor.cluster.engine import Engine
+from optuna_fleet.executor.cluster.engine import Engine, Inbox
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
@@ -86,8 +86,8 @@ class _JoinEngine(JoinEngine):
 
     agents: tuple[subprocess.Popen[bytes], ...] = ()
 
-    def open(self, invitation: Invitation) -> None:
-        super().open(invitation)
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
+        super().open(invitation, inbox)
         environment = {**os.environ, **Invitation.read(self._file).environment()}
         self.agents = tuple(
             subprocess.Popen([*AGENT, "--name", node], env=environment) for node in NODES

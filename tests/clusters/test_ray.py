@@ -81,9 +81,10 @@ def _parent(pid: int) -> int:
 _DRIVER = """
 import sys
 from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
+from optuna_fleet.executor.fleet.departures import Departures
 from optuna_fleet.wire.invitation import Invitation
 engine = RayEngine(RayCluster(address=sys.argv[1]), (sys.argv[2],), "cpu")
-engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()))
+engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()), Departures())
 sys.stdin.read()
 """
 
@@ -91,7 +92,7 @@ sys.stdin.read()
 class _ElsewhereEngine(RayEngine):
     """Whose driver is another process."""
 
-    def open(self, invitation: Any) -> None:
+    def open(self, invitation: Any, inbox: Any) -> None:
         host, port = invitation.addresses[0]
         self.driver = subprocess.Popen(
             [sys.executable, "-c", _DRIVER, self._cluster.address, AGENT[1], f"{host}:{port}"],
@@ -101,9 +102,6 @@ class _ElsewhereEngine(RayEngine):
         assert self.driver.stdin is not None
         self.driver.stdin.write(f"{invitation.token}\n")
         self.driver.stdin.flush()
-
-    def readables(self) -> list[Any]:
-        return []
 
     def close(self) -> None:
         self.driver.kill()

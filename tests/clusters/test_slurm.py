@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.slurm import allocation, cluster, step
+from optuna_fleet.executor.cluster.slurm import cluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine, check_allocation
 from optuna_fleet.executor.cluster.slurm.commands import Job, ask_job
 from tests.clusters.hub import AGENT, Hub
@@ -92,7 +92,7 @@ def test_a_node_that_has_failed_before_is_no_matter(allocate, slurm) -> None:
 
 def test_a_queue_that_can_not_be_asked_ends_nothing(allocate, monkeypatch) -> None:
     why = "`squeue` failed: slurm_load_jobs error: Socket timed out on send/recv operation"
-    monkeypatch.setattr(allocation, "ask_job", mock.Mock(side_effect=LaunchError(why)))
+    monkeypatch.setattr(cluster, "ask_job", mock.Mock(side_effect=LaunchError(why)))
     with hub_of(allocate("--nodelist=node1,node2")) as hub:
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
 
@@ -134,7 +134,7 @@ def test_the_first_srun_may_be_refused_in_passing(allocate, tmp_path, monkeypatc
     job = allocate("--nodelist=node1,node2")
     why = "Socket timed out on send/recv operation"
     refusing_once(why, tmp_path, monkeypatch).touch()
-    monkeypatch.setattr(allocation, "_PUT_OFF_S", 0.0)
+    monkeypatch.setattr(cluster, "_PUT_OFF_S", 0.0)
     with hub_of(job) as hub:
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
         assert hub.departures == []
@@ -151,7 +151,7 @@ def test_one_that_slurm_does_not_start_now_is_started_later(
     why: str, told: list[str], allocate, tmp_path, monkeypatch
 ) -> None:
     refuses = refusing_once(why, tmp_path, monkeypatch)
-    monkeypatch.setattr(allocation, "_PUT_OFF_S", 0.0)
+    monkeypatch.setattr(cluster, "_PUT_OFF_S", 0.0)
     with hub_of(allocate("--nodelist=node1,node2")) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         refuses.touch()
@@ -174,7 +174,7 @@ def test_one_that_keeps_ending_is_left_out_and_the_last_ends_all(allocate) -> No
 
 
 def test_ends_of_agents_that_had_lasted_do_not_add_up(allocate, monkeypatch) -> None:
-    monkeypatch.setattr(step, "_LONG_S", 0.0)
+    monkeypatch.setattr(cluster, "_LONG_S", 0.0)
     with hub_of(allocate("--nodelist=node1")) as hub:
         for _ in range(5):
             hub.wait_for(lambda: hub.nodes() == ["node1"])
@@ -210,8 +210,8 @@ def test_a_time_limit_that_is_put_off_is_told_before_it_comes(
         next(looks, False) or is_changed.wait()
         return ask_job(number)
 
-    monkeypatch.setattr(allocation, "_LOOK_AGAIN_S", 1e6)  # at once
-    monkeypatch.setattr(allocation, "ask_job", look)
+    monkeypatch.setattr(cluster, "_LOOK_AGAIN_S", 1e6)  # at once
+    monkeypatch.setattr(cluster, "ask_job", look)
     job = allocate("--nodelist=node1", "--time=5")
     with hub_of(job) as hub:
         hub.wait_for(lambda: hub.departures)

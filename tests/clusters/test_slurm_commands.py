@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.slurm.commands import (
     Job,
     ask,
-    departures_of,
+    gpus_of,
     is_put_off,
     jobs_of,
     may_pass,
     node_names,
     without_options,
 )
-from optuna_fleet.executor.cluster.slurm.gpus import gpus_of
 
 QUEUE = """\
 7|RUNNING|1795385303|node[1-2]|None
@@ -63,36 +61,6 @@ def test_jobs() -> None:
 )
 def test_names_of_nodes(text: str, names: tuple[str, ...]) -> None:
     assert node_names(text) == names
-
-
-@pytest.mark.parametrize(
-    ("line", "nodes", "exit_code", "is_replaced"),
-    [
-        ("srun: error: node1: task 0: Exited with exit code 3\n", ["node1"], 3, True),
-        ("srun: error: node2: task 1: Killed\n", ["node2"], -9, True),
-        ("srun: error: node3: task 2: Segmentation fault (core dumped)\n", ["node3"], -11, True),
-        ("srun: launch/slurm: _task_finish: node2: task 1: Completed\n", ["node2"], 0, True),
-        ("srun: launch/slurm: _task_start: Node node2, 1 tasks started\n", [], None, False),
-        ("srun: launching StepId=1.0 on host node1, 1 tasks: 0\n", [], None, False),
-        ("srun: error: n[1-2]: tasks 0-1: Out Of Memory\n", ["n1", "n2"], None, True),
-        ("srun: error: Node failure on node3\n", ["node3"], None, False),
-        ("srun: Force Terminated StepId=9.0\n", [], None, False),
-        ("slurmstepd-node1: error: *** STEP 10.0 ON node1 CANCELLED AT ...\n", [], None, False),
-        ("loss: task 3: Killed\n", [], None, False),
-    ],
-)
-def test_what_srun_says(
-    line: str, nodes: list[str], exit_code: int | None, is_replaced: bool
-) -> None:
-    told = departures_of(line)
-    assert [departure.node for departure in told] == nodes
-    for departure in told:
-        assert departure == Departure(
-            node=departure.node,
-            cause=departure.cause,
-            exit_code=exit_code,
-            is_replaced=is_replaced,
-        )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def printed_in(ended: subprocess.CompletedProcess[str]) -> str:
 
 def shorter(port: str) -> list[str]:
     """Options for a test, of a port that takes longer than others."""
-    return ["--epochs", "2"] if re.search("vision|folds", port) else []
+    return ["--epochs", "1"] if re.search("vision|folds", port) else []
 
 
 def trials_of(storage: str) -> list[FrozenTrial]:

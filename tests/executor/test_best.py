@@ -156,8 +156,13 @@ def left_by(root: Path, study: optuna.Study) -> set[str]:
     return set(os.listdir(StudyFolder(root, study.study_name).path)) - {"call.json"}
 
 
-@pytest.mark.parametrize("what", ["best", "last", "other"])
-@pytest.mark.parametrize("legs", [ALONE, ON_THREE, MOVED_TWICE], ids=["alone", "three", "moved"])
+@pytest.mark.parametrize(
+    ("legs", "what"),
+    [
+        *((legs, "best") for legs in (ALONE, ON_THREE, MOVED_TWICE)),
+        *((ON_THREE, "last"), (MOVED_TWICE, "other")),
+    ],
+)
 def test_the_weights_left_are_those_behind_the_value(
     keeping: Any, root: Path, legs: Sequence[Leg], what: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,11 @@ def test_the_best_trial_gives_its_value_again(cluster: str, tmp_path: Path) -> N
     assert sorted(tmp_path.rglob("*.pt")) == files
 
 
+@dataclass(frozen=True)
 class Choice:
     """An object that is chosen."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
 
 CHOICES = [Choice(1), Choice(2)]

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
+from optuna_fleet import Convergence, FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.executor.cluster import devices
-from optuna_fleet.executor.cluster.inline import InlineCluster
-from optuna_fleet.sampler_bridge.call_records import calls_of
+from optuna_fleet.executor.cluster.engine import Engine, Inbox
 from optuna_fleet.sampler_bridge.records import device_spans_of
+from optuna_fleet.wire.invitation import Invitation
 from tests.executor.test_same_results import losses_of
 from tests.fleets import Leg, small_pipeline, train
 
@@ -107,8 +107,6 @@ def test_what_is_no_exception_leaves_no_running_trial(kind: type[BaseException])
     with pytest.raises(kind):
         study.optimize(objective, n_trials=3, catch=(Exception,), executor=fleet)
     assert [t.state.name for t in study.trials] == ["FAIL"]
-    ending = "interrupted" if kind is KeyboardInterrupt else "failed"
-    assert [call.ending for call in calls_of(study)] == [ending]
     assert [span.end is None for span in device_spans_of(study)] == [False]
     study.optimize(lambda trial: 1.0, n_trials=1, executor=fleet)
     assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]
@@ -131,16 +129,15 @@ def test_errors_of_a_sampler_come_with_its_own_frames(monkeypatch: pytest.Monkey
     assert caught.traceback[-1].name == "sample_independent"
 
 
-def test_a_slow_sampler_stays_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.call.call_handler._SLOW_S", 0.0)
+def test_the_sampler_stays_on_the_callers_thread() -> None:
     threads: set[int] = set()
 
-    class Slow(optuna.samplers.RandomSampler):
+    class Noting(optuna.samplers.RandomSampler):
         def sample_independent(self, *args: Any) -> Any:
             threads.add(threading.get_ident())
             return super().sample_independent(*args)
 
-    study = optuna.create_study(sampler=Slow())
+    study = optuna.create_study(sampler=Noting())
     study.optimize(
         lambda trial: trial.suggest_float("x", 0, 1) + trial.suggest_float("y", 0, 1),
         n_trials=2,
@@ -158,7 +155,7 @@ def test_starts_no_process_and_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
     monkeypatch.setattr(os, "fork", lambda: started.append("a fork"))
     study = optuna.create_study()
-    study.optimize(lambda _: 0.0, n_trials=1, executor=FleetExecutor(cluster=InlineCluster()))
+    study.optimize(lambda _: 0.0, n_trials=1, executor=FleetExecutor(cluster="inline"))
     assert (started, study.best_value) == ([], 0.0)
 
 
@@ -169,31 +166,25 @@ def test_runs_where_agents_can_not(monkeypatch: pytest.MonkeyPatch) -> None:
     FleetExecutor(cluster="inline").optimize(optuna.create_study(), lambda _: 0.0, n_trials=1)
 
 
-class CountsCalls:
-    """A cluster of the user's own, which runs nothing."""
+class PlacesNone(Engine):
+    """An engine of the user's own, which can't place agents."""
 
-    makes_checkpoints = False
-    summary = None
-    num_calls = 0
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
-    def new_runner(self, options: Any) -> Any:
-        assert (options.devices, options.seed) == (3, 7)
-        return self
-
-    def run(self, loop: Any, func: Any) -> None:
-        self.num_calls += 1
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
+        self.asked.append("open")
+        inbox.put(LaunchError("there is no room"))
 
     def close(self) -> None:
-        self.num_calls = -1
+        self.asked.append("close")
 
 
-def test_an_executor_asks_nothing_else_of_a_cluster(tmp_path: Any) -> None:
-    cluster = CountsCalls()
+def test_an_engine_of_ones_own_opens_and_closes_and_tells_what_is_wrong() -> None:
+    engine = PlacesNone()
     study = optuna.create_study()
-    with FleetExecutor(cluster=cluster, devices=3, seed=7, checkpoints=tmp_path) as executor:
+    with FleetExecutor(cluster=engine) as executor:
         for _ in range(2):
-            study.optimize(lambda _: 0.0, n_trials=1, executor=executor)
-        assert cluster.num_calls == 2
-        assert executor.summary is None
-    assert cluster.num_calls == -1
-    assert list(tmp_path.iterdir()) == []
+            with pytest.raises(LaunchError, match="there is no room"):
+                study.optimize(lambda _: 0.0, n_trials=1, executor=executor)
+    assert engine.asked == ["open", "close"] * 2

@@ -26,7 +26,7 @@ from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
-from tests.executor.test_controller import World, play_out, reached
+from tests.unit.test_controller import World, play_out, reached
 
 
 def devices_of(*kinds: str) -> list[Device]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -23,6 +20,8 @@ SEVERAL: list[tuple[str, dict[str, str]]] = [
     ("mpirun", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}),
     ("mpirun", {"PMI_SIZE": "4", "PMI_RANK": "2"}),
     ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}),
+    ("horovodrun", {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}),
+    ("Lightning's Trainer(devices=...)", {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}),
 ]
 ALONE: list[dict[str, str]] = [
     {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1", "RANK": "0"},
@@ -47,7 +46,7 @@ def test_one_of_several_processes_is_told_to_be_started_once(
     with pytest.raises(FleetConfigError, match=r"Start it once, as in `python script\.py`") as no:
         study.optimize(lambda trial: 0.0, n_trials=1, executor=inline)
     assert str(no.value).startswith(f"{launcher} has started this script as process ")
-    with pytest.raises(FleetConfigError, match=launcher):
+    with pytest.raises(FleetConfigError, match=re.escape(launcher)):
         inline.evaluate(lambda trial: 0.0, {})
     assert study.trials == []
 
@@ -61,25 +60,3 @@ def test_one_alone_runs_its_sweep(
     study = optuna.create_study()
     study.optimize(lambda trial: 0.0, n_trials=1, executor=inline)
     assert len(study.trials) == 1
-
-
-SCRIPT = """
-import optuna
-from optuna_fleet import FleetExecutor
-
-study = optuna.create_study()
-study.optimize(lambda trial: 0.0, n_trials=1, executor=FleetExecutor(devices=1))
-print("went on")
-"""
-
-
-def test_torchrun_itself_is_known(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(script)], capture_output=True, text=True, cwd=tmp_path
-    )
-    # Whoever is refused first: torchrun then stops the other one.
-    assert re.search("torchrun has started this script as process [01] of 2", ended.stderr)
-    assert "went on" not in ended.stdout

@@ -204,8 +204,8 @@ def test_faults_of_nodes_change_no_result_and_leave_nothing(
                 yield message
                 demon.hear()
 
-        def open_(self: JoinEngine, invitation: Invitation) -> None:
-            opened(self, invitation)
+        def open_(self: JoinEngine, invitation: Invitation, inbox: Any) -> None:
+            opened(self, invitation, inbox)
             for name in "abc":
                 demon.join(name)
 

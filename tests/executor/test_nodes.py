@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from optuna_fleet import FleetConfigError, FleetExecutor, JoinCluster, LocalClus
 from optuna_fleet.executor import fleet_runner
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.fleet import agents
+from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.invitation import Invitation
 from tests.fleets import Leg, fleet_of, train
 from tests.nursery import Forked, Nursery
@@ -206,13 +208,15 @@ def test_what_can_not_join_says_why(
 ) -> None:
     damaged = tmp_path / "damaged"
     damaged.write_text("nonsense")
-    environment = {"OPTUNA_FLEET_TOKEN": Invitation(addresses=(), secret=b"s" * 32).token}
+    token = Invitation(addresses=(), credentials=make_credentials()).token
+    environment = {"OPTUNA_FLEET_TOKEN": token}
     for given, variables, words in (
         (str(damaged), {}, f"{damaged} is no invitation"),
         ("/no/such/file", {}, "/no/such/file is no invitation of a driver: [Errno 2] No such"),
         ("nowhere", {}, "nowhere is no invitation of a driver: [Errno 2] No such"),
         ("127.0.0.1:1", {}, "The token of the driver is missing: set OPTUNA_FLEET_TOKEN"),
         ("nowhere", environment, "nowhere is no invitation of a driver: [Errno 2] No such"),
+        ("127.0.0.1:1", {"OPTUNA_FLEET_TOKEN": token[:-50]}, "The token of the driver is damaged"),
         ("127.0.0.1:1", environment, "127.0.0.1:1"),
     ):
         with monkeypatch.context() as patch:
@@ -240,11 +244,12 @@ def test_a_driver_removes_its_own_invitation_only(
 ) -> None:
     engines = [JoinEngine(tmp_path / "join") for _ in range(2)]
     address = ("127.0.0.1", 7)
-    for number, engine in enumerate(engines):
-        engine.open(Invitation(addresses=(address,), secret=bytes([number] * 32)))
+    credentials = [make_credentials() for _ in engines]
+    for engine, one in zip(engines, credentials, strict=True):
+        engine.open(Invitation(addresses=(address,), credentials=one), queue.SimpleQueue())
     assert caplog.text.count("was there already") == 1
     engines[0].close()
-    assert Invitation.read(tmp_path / "join").secret == bytes([1] * 32)
+    assert Invitation.read(tmp_path / "join").credentials == credentials[1]
     engines[1].close()
     assert not (tmp_path / "join").exists()
 

@@ -7,25 +7,20 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.samplers import (
-    BaseSampler,
-    BruteForceSampler,
-    GridSampler,
-    NSGAIIISampler,
-    NSGAIISampler,
-    QMCSampler,
-)
+from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler
 
 from optuna_fleet.events import ProposalDelayed, ProposalsExhausted, TrialProposed
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.patience import Patience
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import pack
 
 
 def proposals(n_trials: int | None, timeout: float | None = None, **study: Any) -> Proposals:
-    return Proposals(optuna.create_study(**study), n_trials, timeout)
+    made = optuna.create_study(**study)
+    return Proposals(made, n_trials, timeout, Patience(made, 0.0))
 
 
 def to_come(asked: Proposals) -> int:
@@ -50,7 +45,7 @@ def test_a_trial_that_was_given_back_is_to_come() -> None:
 @pytest.mark.parametrize("storage", [None, "sqlite://"])
 def test_all_trials_that_were_given_back_are_asked_for_again(storage: str | None) -> None:
     study = optuna.create_study(storage=storage)
-    asked = Proposals(study, 3, None)
+    asked = Proposals(study, 3, None, Patience(study, 0.0))
     assert [asked.ask() for _ in range(3)] == [0, 1, 2]
     asked.return_to_queue(0)
     asked.return_to_queue(1)
@@ -108,8 +103,6 @@ def enqueues(loop: Loop, number: int) -> None:
 @pytest.mark.parametrize(
     "new",
     [
-        lambda: NSGAIISampler(population_size=2),
-        lambda: NSGAIIISampler(population_size=2),
         lambda: GridSampler({"x": [0, 1]}),
         BruteForceSampler,
     ],
@@ -129,25 +122,14 @@ def test_a_delayed_trial_is_not_thought_of_at_each_call_of_others(
                 loop.ledger.report(number, 0.0, step)
                 call(loop.ledger, number, "set_user_attr", "step", step)
                 assert loop.proposals.next_events(again=True) == []
-        assert storage.num_looks <= before + 2  # a first report may be news
+        assert storage.num_looks == before
         news(loop, 0)
         news(loop, 1) if news is ends else None
         assert loop.proposals.next_events(again=True) != []
 
 
-@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
-def test_a_delayed_trial_comes_when_the_first_has_defined_the_space() -> None:
-    with loop_of(optuna.create_study(sampler=QMCSampler())) as loop:
-        loop.proposals.next_events()
-        assert loop.proposals.next_events() == [ProposalDelayed()]
-        suggests(loop, 0)
-        assert loop.proposals.next_events(again=True) == []
-        loop.proposals.note_defined(0)
-        assert isinstance(loop.proposals.next_events(again=True)[0], TrialProposed)
-
-
 def test_that_no_more_trials_may_come_is_told_though_nobody_calls() -> None:
-    study = optuna.create_study(sampler=NSGAIISampler(population_size=2))
+    study = optuna.create_study(sampler=GridSampler({"x": [0, 1]}))
     with loop_of(study) as loop:
         for _ in range(2):
             loop.proposals.next_events()

@@ -17,6 +17,7 @@ from optuna_fleet.events import DeviceGone, DeviceJoined, DeviceLost, MoveMeasur
 from optuna_fleet.executor.call.tally import DeviceLog, Moves, Tally
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.patience import Patience
 from optuna_fleet.sampler_bridge.records import DeviceSpan, Records, device_spans_of, flights_of
 from optuna_fleet.wire.messages import Usage
 from tests.fleets import Leg, small_model, small_pipeline, train
@@ -140,7 +141,7 @@ def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
 def test_devices_are_recorded_a_few_at_a_time() -> None:
     """With hundreds of nodes, one that joins does not have all written again."""
     study, writes = optuna.create_study(), []
-    recorded = Records(study, began=0.0)
+    recorded = Records(study, began=0.0, patiently=Patience(study, 0.0))
     spans = [DeviceSpan(device=i, node="a", kind="cpu", start=float(i)) for i in range(45)]
     recorded.devices(spans, range(45))
     spans[41] = replace(spans[41], end=50.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from optuna_fleet import Checkpoints, FleetExecutor
-from optuna_fleet.alloc.assembly import assemble
+from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.policies import POLICIES, Own
@@ -37,13 +37,8 @@ class Restless:
             if number not in placed and free:
                 placed[number] = (min(others or free),)
                 free.difference_update(placed[number])
-        return assemble(
-            problem,
-            [{number: len(devices)} for number, devices in placed.items()],
-            placement=placed,
-            allocator=self.name,
-            status="heuristic",
-        )
+        alone = [[number] for number in placed]
+        return plan_of(problem, placed, groups=alone, allocator=self.name)
 
 
 class Stubborn:

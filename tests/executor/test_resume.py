@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import io
-import json
 import os
 import random
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,12 +20,12 @@ from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrial
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
-from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
-from optuna_fleet.sampler_bridge.ownership import CLAIM_PREFIX, TrialOwnership
+from optuna_fleet.sampler_bridge.ownership import TrialOwnership
 from tests.executor.mortal_sweep import NUM_TRIALS
 from tests.nursery import Nursery
 
@@ -125,10 +122,14 @@ def fleet(root: Path) -> Iterator[FleetExecutor]:
         yield executor
 
 
+def asked(study: optuna.Study, claims: TrialOwnership) -> optuna.Trial:
+    return compat.trial_of(study, compat.take_trial(study, claims.mark))
+
+
 def dead_call(study: optuna.Study, root: Path, n_trials: int | None, launched: int) -> list[float]:
     """What a driver leaves that dies with its first trial done and the others under way."""
     claims = TrialOwnership(study, StudyFolder(root, study.study_name), n_trials, None)
-    trials = [claims.ask() for _ in range(launched)]
+    trials = [asked(study, claims) for _ in range(launched)]
     values = [trial.suggest_float("x", 0.0, 1.0) for trial in trials]
     for trial in trials:
         trial.report(0, 0)
@@ -144,7 +145,7 @@ def test_only_the_dead_drivers_trials_are_taken_over(fleet: Any, root: Path) -> 
     study = optuna.create_study()
     study.ask()  # of a worker of plain Optuna
     other = TrialOwnership(study, StudyFolder(root / "other", study.study_name), 5, None)
-    other.ask()  # of a driver with a folder of its own
+    asked(study, other)  # of a driver with a folder of its own
     values = dead_call(study, root, 4, launched=3)
     study.optimize(objective, n_trials=4, executor=fleet)
     assert states(study) == [RUNNING, RUNNING, COMPLETE, COMPLETE, COMPLETE, COMPLETE]
@@ -235,7 +236,7 @@ def test_a_queued_trial_keeps_its_parameters(fleet: Any, root: Path) -> None:
     study = optuna.create_study()
     study.enqueue_trial({"x": 0.25})
     claims = TrialOwnership(study, StudyFolder(root, study.study_name), 1, None)
-    claims.ask()
+    asked(study, claims)
     assert states(study) == [RUNNING]
     study.optimize(objective, n_trials=1, executor=fleet)
     assert [trial.value for trial in study.trials] == [0.25]
@@ -279,10 +280,6 @@ def test_a_stale_heartbeat_does_not_make_a_second_trial(
     with storage.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE trial_heartbeats SET heartbeat = '2001-01-01 00:00:00'")
     assert len(storage._get_stale_trial_ids(study._study_id)) == 1
-    TrialOwnership(
-        study, StudyFolder(root, study.study_name), 3, None
-    )  # of a driver that dies at once
-    assert storage._get_stale_trial_ids(study._study_id) == []
     study.optimize(objective, n_trials=3, executor=fleet)
     assert states(study) == [COMPLETE] * 3
     assert study.trials[1].value == values[1]
@@ -304,7 +301,7 @@ def test_optunas_retry_of_a_claimed_trial_is_nobodys(root: Path) -> None:
 def test_a_trial_given_back_is_nobodys(root: Path) -> None:
     study = optuna.create_study()
     claims = TrialOwnership(study, StudyFolder(root, study.study_name), 5, None)
-    trial = claims.ask()
+    trial = asked(study, claims)
     study._storage.set_trial_state_values(trial._trial_id, WAITING)
     claims.give_up(trial)
     study.ask()
@@ -312,68 +309,6 @@ def test_a_trial_given_back_is_nobodys(root: Path) -> None:
         TrialOwnership(study, StudyFolder(root, study.study_name), 5, None).interrupted_trials
         == []
     )
-
-
-def delete_the_folder_once(trial: Any, *, root: Path, flag: Path) -> float:
-    trial.state["x"] = trial.suggest_float("x", 0.0, 1.0)
-    for epoch in trial.epochs(3):
-        if epoch == 1 and not flag.exists():
-            flag.touch()
-            while root.exists():  # it may be written to at this moment
-                shutil.rmtree(root, ignore_errors=True)
-        if epoch == 2:  # the epoch before left a checkpoint
-            (call,) = root.glob("*/call.json")
-            trial.set_user_attr("call", json.loads(call.read_text())["id"])
-    return 0.0
-
-
-def test_a_folder_that_is_deleted_is_made_again_with_the_record_of_its_call(
-    tmp_path: Path,
-) -> None:
-    root = tmp_path / "checkpoints"
-    study = optuna.create_study()
-    objective = functools.partial(delete_the_folder_once, root=root, flag=tmp_path / "deleted")
-    checkpoints = Checkpoints(root, interval_s=0)
-    with FleetExecutor(devices=1, device_type="cpu", checkpoints=checkpoints) as fleet:
-        study.optimize(objective, n_trials=1, executor=fleet)
-    (mark,) = (key for key in study.trials[0].system_attrs if key.startswith(CLAIM_PREFIX))
-    assert mark == CLAIM_PREFIX + study.trials[0].user_attrs["call"]
-
-
-def test_a_deleted_folder_that_another_driver_has_taken_is_left_to_it(tmp_path: Path) -> None:
-    root, study = tmp_path / "checkpoints", optuna.create_study()
-    folder = StudyFolder(root, study.study_name)
-    root.mkdir()
-    with FolderLock(root) as lock:
-        claims = TrialOwnership(study, folder, 9, None, lock)
-        first = folder.last_call()
-        shutil.rmtree(root)
-        claims.ask()
-        assert folder.last_call() == first
-        with pytest.raises(FleetConfigError, match="in use"), FolderLock(root):
-            pass
-        shutil.rmtree(root)
-        root.mkdir()
-        with FolderLock(root):
-            claims.ask()
-            assert folder.last_call() is None
-
-
-def test_a_folder_out_of_reach_ends_no_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
-) -> None:
-    study = optuna.create_study()
-
-    def refuse(path: Any, *_: Any, **__: Any) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    with FolderLock(tmp_path) as lock:
-        claims = TrialOwnership(study, StudyFolder(tmp_path, study.study_name), 9, None, lock)
-        with monkeypatch.context() as patch:
-            for name in ("stat", "open"):
-                patch.setattr(os, name, refuse)
-            assert [claims.ask().number for _ in range(2)] == [0, 1]
-    assert log.getvalue().count("can't be written again") == 1
 
 
 def test_a_folder_that_can_not_be_used_is_refused(fleet: Any, root: Path) -> None:
@@ -466,7 +401,8 @@ def test_a_changed_objective_goes_on_with_a_dead_drivers_trials_and_says_so(
 ) -> None:
     study = optuna.create_study()
     another = ObjectiveDigest(code="another's", whole="another's")
-    TrialOwnership(study, StudyFolder(root, study.study_name), 1, None, digest=another).ask()
+    claims = TrialOwnership(study, StudyFolder(root, study.study_name), 1, None, another)
+    asked(study, claims)
     study.optimize(objective, 1, executor=fleet)
     assert states(study) == [COMPLETE]
     assert "is another one than when trials 0 began" in log.getvalue()

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +35,6 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.held import HeldStates, Start
-from optuna_fleet.executor.call.launcher import Launcher
-from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
@@ -49,37 +45,29 @@ from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import (
     AgentOptions,
-    NodeSetup,
     NodeSetups,
     machine,
     pipeline_setup,
 )
-from optuna_fleet.executor.cluster.engine import Departure, Network
+from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.agents import NOTICE_S
-from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, LEASE_S, Nodes, Startup
-from optuna_fleet.executor.fleet.rendezvous import Rendezvous
+from optuna_fleet.executor.fleet.nodes import LEASE_S, Nodes, Startup
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
-from optuna_fleet.settings import Settings
 from optuna_fleet.trainer.main import trainer_main
 from optuna_fleet.wire.calls import AfterEpoch
 from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import CheckpointFailed, Ended, TrainerReady, TrainerUnfit
+from optuna_fleet.wire.messages import Ended, TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     ConnectionEnded,
     KillTrainer,
-    LeaveOut,
     NodeLost,
-    NoticeGiven,
-    ObjectiveKept,
-    OpenStore,
     PipelineReport,
     ProcessId,
     Refused,
@@ -98,13 +86,17 @@ DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in ran
 class FakeEngine:
     """Has one node, whose agent ends when it is told to; others may be expected."""
 
+    host, port = "127.0.0.1", 0
+    has_leases = more_may_join = False
+
     def __init__(self) -> None:
         self.nodes = ["here"]
         self.departures: list[Departure] = []
         self.done: list[str] = []
 
-    def open(self, invitation: Any) -> None:
+    def open(self, invitation: Any, inbox: Any) -> None:
         self.done.append("open")
+        inbox.take = self.gone
 
     def expected(self) -> list[str]:
         return self.nodes
@@ -112,9 +104,6 @@ class FakeEngine:
     def gone(self) -> list[Departure]:
         departures, self.departures = self.departures, []
         return departures
-
-    def readables(self) -> list[Any]:
-        return []
 
     def want(self, nodes: int | None) -> None:
         self.done.append(f"want {nodes}")
@@ -174,9 +163,9 @@ class FakeHub:
 
 
 def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
+    engine.has_leases = has_leases
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    network = Network(has_leases=has_leases)
-    return Runtime(engine, allocator, folder, Limits(), network, NodeSetups())
+    return Runtime(engine, allocator, folder, Limits(), NodeSetups())
 
 
 @pytest.fixture
@@ -271,48 +260,11 @@ def test_an_agent_that_has_died_before_it_was_heard_does_not_join(
     assert "end here" not in engine.done
 
 
-def test_a_fleet_that_can_not_be_reset_is_none_that_is_reset(
-    runtime: Runtime, engine: FakeEngine
-) -> None:
-    """So a Ctrl-C stays one."""
-    trainer_ready(runtime)
-    die(runtime, KILLED)
-    join(runtime, "2nd")
-    trainer_ready(runtime, pid=8)
-    engine.die(KILLED)
-    runtime.agents._have_worked.clear()
-    engine.die(1)
-    assert runtime.reset({0}) is False
-
-
 def test_agents_that_have_worked_may_be_killed_as_often_as_they_like(runtime: Runtime) -> None:
     for _ in range(5):
         trainer_ready(runtime)
         die(runtime, KILLED)
         die(runtime, KILLED)
-
-
-@pytest.mark.parametrize("code", [KILLED, 0])
-def test_nodes_that_have_worked_may_be_cut_off_as_often_as_they_like(
-    runtime: Runtime, engine: FakeEngine, code: int
-) -> None:
-    """The engine hears of the agent's end after that of its connection."""
-    now = [0.0]
-    runtime.agents.nodes._clock = lambda: now[0]
-    for number in range(4):
-        trainer_ready(runtime)
-        hear(runtime, ConnectionEnded(agent=agent(runtime)))
-        now[0] += CAUSE_LIMIT_S
-        assert [type(message) for message in hear(runtime)] == [NodeLost]
-        engine.departures.clear()
-        engine.die(code)
-        hear(runtime)
-        join(runtime, f"after {number}")
-
-
-def test_an_agent_that_ends_by_itself_is_not_tried_again(runtime: Runtime) -> None:
-    with pytest.raises(LaunchError, match="exit code 1 before any trainer was ready"):
-        die(runtime, 1)
 
 
 def test_a_node_where_no_agent_works_costs_that_node_only(
@@ -338,18 +290,6 @@ def test_a_node_where_no_agent_works_costs_that_node_only(
     no_trainer_starts(2)
     with pytest.raises(LaunchError, match="device 3 ended 3 times"):
         no_trainer_starts(3)
-
-
-def test_a_node_that_is_on_its_way_may_be_better_than_the_one_that_is_there(
-    runtime: Runtime, engine: FakeEngine
-) -> None:
-    engine.nodes.append("there")
-    engine.die(1)
-    hear(runtime)
-    assert len(runtime.nodes) == 0
-    engine.departures = [Departure(node="there", cause="so", exit_code=1, is_replaced=True)]
-    with pytest.raises(LaunchError, match="Node there can't be used: so before any trainer was"):
-        hear(runtime)
 
 
 @pytest.fixture
@@ -395,42 +335,7 @@ def test_a_trainer_that_is_not_ready_in_time_is_killed(
     assert "The trainer of device 1 was not ready within 8 s" in log.getvalue()
 
 
-def test_what_was_said_while_the_driver_was_away_counts(
-    runtime: Runtime, engine: FakeEngine, clock: list[float]
-) -> None:
-    clock[0] += 1000.0
-    assert hear(runtime) == []
-    assert engine.done == ["open"]
-
-
 # -- nodes ---------------------------------------------------------------------------------------
-
-
-def test_a_node_that_joins_again_has_the_devices_that_it_had(runtime: Runtime) -> None:
-    join(runtime, "other", node="there")
-    assert sorted(runtime.nodes.devices) == [0, 1, 2, 3]
-    assert {device.node for device in runtime.nodes.devices.values()} == {0, 1}
-    trainer_ready(runtime)
-    die(runtime, KILLED)
-    mine = runtime.nodes.named("here")
-    assert mine is not None
-    assert [device.index for device in mine.devices] == [0, 1]
-
-
-def test_a_connection_that_ends_is_the_end_of_the_node(runtime: Runtime, log: io.StringIO) -> None:
-    """The engine may not know; if it does, it says so in a moment."""
-    now = [0.0]
-    runtime.agents.nodes._clock = lambda: now[0]
-    trainer_ready(runtime)
-    hear(runtime, ConnectionEnded(agent="1st"))
-    assert len(runtime.nodes) == 1
-    now[0] += CAUSE_LIMIT_S
-    (lost,) = hear(runtime)
-    assert lost.devices == (0, 1)
-    assert [exited.device for exited in lost.exits] == [0]
-    assert "its connection ended" in lost.text
-    assert not lost.is_replaced
-    assert len(runtime.nodes) == 0
 
 
 def test_a_node_that_is_silent_is_lost_but_not_one_that_is_still_starting(
@@ -449,68 +354,6 @@ def test_a_node_that_is_silent_is_lost_but_not_one_that_is_still_starting(
     assert LEASE_S < now[0] <= LEASE_S + 2
     texts = [message.text for message in lost]
     assert texts == ["Node here was lost: nothing was heard of it for 10 s."]
-    runtime.close()
-
-
-def test_a_node_that_is_silent_from_the_start_of_a_trainer_on_is_lost(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
-    runtime.agents.nodes = Nodes(LEASE_S, lambda: now[0])
-    join(runtime, "1st")
-    hear(runtime, TrainerStarted(device=0, process=process(runtime, 7)))
-    lost = []
-    while not lost and now[0] < 2 * LEASE_S:
-        now[0] += 1.0
-        lost = hear(runtime)
-    assert LEASE_S < now[0] <= LEASE_S + 2
-    assert [message.devices for message in lost] == [(0, 1)]
-    runtime.close()
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_namesake_waits_until_it_is_known_whether_the_node_that_is_there_lives(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: io.StringIO, is_frozen: bool
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    runtime, now = new_runtime(FakeEngine(), tmp_path, has_leases=True), [0.0]
-    connections: Any = runtime.connections
-    runtime.agents.clock = lambda: now[0]
-    runtime.agents.nodes = Nodes(LEASE_S, runtime.agents.clock)
-    join(runtime, "1st")
-    hear(runtime, SignOfLife(agent="1st"))
-    join(runtime, "2nd")
-    hear(runtime, SignOfLife(agent="1st"))  # said before it froze
-    join(runtime, "3rd")
-    hear(runtime, ConnectionEnded(agent="3rd"))  # does not wait for so long
-    connections.give_up("3rd")
-    connections.sent.clear()
-    assert "Another node named here asks to join: it takes the place" in log.getvalue()
-    while now[0] <= LEASE_S + 3 and not connections.sent:
-        now[0] += 1.5
-        hear(runtime, *[SignOfLife(agent="1st")] * (not is_frozen))
-    ((to, answer),) = connections.sent
-    assert to == "2nd"
-    assert isinstance(answer, NodeSetup if is_frozen else Refused)
-    assert agent(runtime) == ("2nd" if is_frozen else "1st")
-    assert sorted(runtime.nodes.devices) == [0, 1]
-    runtime.close()
-
-
-def test_silence_while_the_driver_was_away_is_no_silence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
-    runtime.agents.nodes = Nodes(LEASE_S, lambda: now[0])
-    join(runtime, "1st")
-    hear(runtime, SignOfLife(agent="1st"))
-    now[0] += 1000.0  # a sampler has computed for long
-    assert hear(runtime) == []
-    hear(runtime, SignOfLife(agent="1st"))
-    assert len(runtime.nodes) == 1
     runtime.close()
 
 
@@ -567,29 +410,6 @@ def test_a_process_that_got_ready_while_the_driver_was_away_is_not_late() -> Non
     assert startup.late() == []
 
 
-def test_an_agent_that_joins_at_once_where_another_was_takes_its_place(runtime: Runtime) -> None:
-    """The end of the one before waits to be read, after all that it has said."""
-    trainer_ready(runtime)
-    connections: Any = runtime.connections
-    connections.agents = {"2nd": "2nd"}
-    lost, _ = hear(runtime, joining("2nd"))
-    assert [exited.device for exited in lost.exits] == [0]
-    assert [node.agent for node in runtime.nodes] == ["2nd"]
-    assert sorted(runtime.nodes.devices) == [0, 1]
-    assert hear(runtime, ConnectionEnded(agent="1st")) == [ConnectionEnded(agent="1st")]
-    assert agent(runtime) == "2nd"
-
-
-def test_a_node_out_of_the_engines_reach_that_does_not_start_is_lost(
-    monkeypatch: pytest.MonkeyPatch, runtime: Runtime, engine: FakeEngine, clock: list[float]
-) -> None:
-    monkeypatch.setattr(engine, "end", lambda node: None)
-    runtime.agents.nodes._clock = lambda: clock[0]
-    (ended, lost) = wait(runtime, clock, 11)
-    assert (ended, lost.devices) == (ConnectionEnded(agent="1st"), (0, 1))
-    assert wait(runtime, clock, 100) == []  # it is not waited for any more
-
-
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     runtime: Runtime,
 ) -> None:
@@ -606,13 +426,6 @@ def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     assert len(runtime.reports.last) == 1
 
 
-def test_what_is_said_for_a_node_that_was_given_up_is_void(runtime: Runtime) -> None:
-    process = ProcessId("long gone", 7)
-    hear(runtime, *[TrainerUnfit(device=0, process=process, problem="no GPU")] * 3)
-    assert runtime.faults.left_out == set()
-    assert trainer_ready(runtime) == [DeviceJoined(device=runtime.agents.devices[0])]
-
-
 def test_a_driver_may_give_signs_of_life_before_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -620,7 +433,7 @@ def test_a_driver_may_give_signs_of_life_before_it_answers(
     channel = SimpleNamespace(send=lambda message: None, receive=lambda: said.pop(0))
     monkeypatch.setattr(main, "connect", lambda invitation: channel)
     monkeypatch.setattr(main, "local_address", lambda channel: "127.0.0.1")
-    invitation = Invitation(addresses=(), secret=b"s" * 32)
+    invitation = Invitation(addresses=(), credentials=b"")
     options = AgentOptions(invitation=invitation, node="here", devices=1, device_type="cpu")
     with pytest.raises(FleetConfigError, match="not you"):
         main.run_agent(options)
@@ -647,19 +460,6 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     assert trainer_ready(runtime) == [DeviceJoined(device=device)]
 
 
-def test_the_notice_of_an_agent_that_ends_early_is_none_of_the_next_of_its_name(
-    runtime: Runtime, engine: FakeEngine
-) -> None:
-    hear(runtime, NoticeGiven(agent="1st", in_s=NOTICE_S + 20.0))
-    assert min(runtime.agents.waits_s()) <= 20.0
-    hear(runtime, ConnectionEnded(agent="1st"))
-    runtime.agents.nodes._clock = lambda: time.monotonic() + CAUSE_LIMIT_S
-    assert [type(message) for message in hear(runtime)] == [NodeLost]
-    engine.departures.clear()  # as one that does not know agents
-    join(runtime, "2nd")
-    assert min(runtime.agents.waits_s()) > 20.0  # that of its start
-
-
 def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
     runtime: Runtime, engine: FakeEngine
 ) -> None:
@@ -681,26 +481,6 @@ def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
         assert list(runtime.devices_at_first()) == [there, *news]
     runtime.exclusion.leave_out_node("here", "it loses all trials")
     assert list(runtime.devices_at_first()) == []
-
-
-def test_the_devices_of_a_node_that_is_replaced_may_join_as_if_for_the_first_time(
-    runtime: Runtime,
-) -> None:
-    """A trial that needs them waits, though a call begins before they are ready."""
-
-    def all_ready(pid: int) -> None:
-        for device in (0, 1):
-            ready = TrainerReady(device=device, process=process(runtime, pid + device))
-            runtime.device_events(ready)
-
-    all_ready(7)
-    assert not runtime.may_grow
-    (lost,) = die(runtime, KILLED)
-    for exited in lost.exits:
-        runtime.device_events(exited)
-    assert (runtime.may_grow, list(runtime.devices_at_first())) == (True, [])
-    all_ready(9)
-    assert (runtime.may_grow, len(list(runtime.devices_at_first()))) == (False, 2)
 
 
 def test_an_engine_is_told_how_many_nodes_would_be_used(
@@ -766,60 +546,11 @@ def test_a_process_that_can_not_be_started_says_what_to_do_and_leaves_nothing(
     assert children() == before
 
 
-def test_a_process_may_be_closed_again() -> None:
-    """As it is where an agent's end is an error: the executor is closed on the way."""
-    process = ModuleProcess("json.tool", None, environment={})  # anything that ends by itself
-    for end in (process.close, process.close, process.kill):
-        end()
-    assert process.exit_code == 1
-
-
-# -- trainers that leave ------------------------------------------------------------------------
-
-
-def last_of(device: int) -> Ended:
-    return Ended(run_id=0, rank=0, device=device, time_s=0.0, ending=Ending.RETURNED, is_last=True)
-
-
-@pytest.mark.parametrize("is_overtaken", [False, True])
-def test_a_trainer_that_said_it_ends_has_a_successor(runtime: Runtime, is_overtaken: bool) -> None:
-    trainer_ready(runtime, pid=7)
-    assert runtime.rank_ended(last_of(0)) == []
-    assert runtime.trainers.live == {}
-    events = [trainer_exited, trainer_ready][:: -1 if is_overtaken else 1]
-    pids = {trainer_exited: 7, trainer_ready: 8}
-    seen = [event for act in events for event in act(runtime, pid=pids[act])]
-    assert seen == [DeviceJoined(device=runtime.agents.devices[0])]
-    assert runtime.trainers.live == {0: process(runtime, 8)}
-
-
-def test_a_successor_may_be_heard_of_before_the_last_word_of_the_one_before(
-    runtime: Runtime,
-) -> None:
-    trainer_ready(runtime, pid=7)
-    assert trainer_ready(runtime, pid=8) == []
-    assert runtime.rank_ended(last_of(0)) == [DeviceJoined(device=runtime.agents.devices[0])]
-    assert trainer_exited(runtime, pid=7) == []
-    assert runtime.trainers.live == {0: process(runtime, 8)}
-
-
 # -- stores --------------------------------------------------------------------------------------
 
 
 def store_of(agent: str) -> StoreReady:
     return StoreReady(host="127.0.0.1", port=1, process=ProcessId(agent, 1))
-
-
-def test_the_store_of_a_dead_agent_is_not_used(runtime: Runtime) -> None:
-    trainer_ready(runtime)
-    dead = agent(runtime)
-    runtime.rendezvous.open()
-    die(runtime, KILLED)
-    hear(runtime, store_of(dead))  # it had said so before it died
-    assert runtime.rendezvous.store is None
-    runtime.rendezvous.open()
-    hear(runtime, store_of(agent(runtime)), StoreLost(cause="signal SIGKILL", agent=dead))
-    assert runtime.rendezvous.store == store_of(agent(runtime))
 
 
 def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> None:
@@ -836,77 +567,18 @@ def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> Non
         try_again()
 
 
-def test_a_new_agent_is_asked_for_a_store_though_the_dead_one_was(runtime: Runtime) -> None:
-    trainer_ready(runtime)
-    connections: Any = runtime.connections
-    runtime.rendezvous.open()
-    runtime.rendezvous.open()
-    die(runtime, KILLED)
-    runtime.rendezvous.open()
-    asked = [to for to, message in connections.sent if message == OpenStore()]
-    assert asked == ["1st", agent(runtime)]
-
-
-# -- devices on which no trainer starts ----------------------------------------------------------
-
-
-def test_a_device_on_which_no_trainer_starts_is_left_out_but_not_the_last(
-    runtime: Runtime, log: io.StringIO
-) -> None:
-    def fail_to_start(device: int) -> None:
-        for pid in range(3):
-            process = ProcessId(agent(runtime), pid)
-            news = TrainerExited(device=device, process=process, cause="exit code 1")
-            assert runtime.device_events(news) == []
-
-    fail_to_start(1)
-    assert runtime.faults.left_out == {1}
-    assert "Device 1 is left out from now on: The trainer of device 1 ended 3 times in a row" in (
-        log.getvalue()
-    )
-    connections: Any = runtime.connections
-    assert (agent(runtime), LeaveOut(device=1)) in connections.sent
-    with pytest.raises(LaunchError, match="The trainer of device 0 ended 3 times in a row"):
-        fail_to_start(0)
-
-
-# -- clocks --------------------------------------------------------------------------------------
-
-
 def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> None:
     run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
     monkeypatch.setattr("time.time", lambda: -36_000.0)
     answers: list[AfterEpoch] = []
     parts: Any = SimpleNamespace(
         saves=Saves(0.0, {}, lambda run: None),
-        proposals=SimpleNamespace(keep_record=lambda: None),
         calls=SimpleNamespace(answer_epoch=lambda run, answer: answers.append(answer)),
         runs={1: run},
         outcomes=None,
     )
     Performer(parts).carry_out(AnswerEpoch(run_id=1, decision=EpochDecision.GO))
     assert answers == [AfterEpoch(EpochDecision.CHECKPOINT)]
-
-
-def test_runs_are_saved_within_epochs_when_they_are_due_and_can_be() -> None:
-    asked: list[RunRecord] = []
-    run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
-    saves = Saves(60.0, {1: run}, asked.append)
-    run.saved -= 100.0
-    saves.save_within_epochs()
-    assert not asked
-    assert saves.waits_s() == []
-    run.is_movable = True
-    assert saves.waits_s()[0] <= 0.0
-    saves.save_within_epochs()
-    saves.save_within_epochs()
-    assert asked == [run]
-    assert 0.0 < saves.waits_s()[0] <= 60.0
-    run.stop_line.ask([0], saves=False)
-    assert saves.waits_s() == []
-    run.stop_line.take(0)
-    run.lost.add(0)
-    assert saves.waits_s() == []
 
 
 # -- runs that lose ranks ------------------------------------------------------------------------
@@ -942,50 +614,6 @@ def test_a_trial_fails_that_runs_out_of_memory_but_not_one_that_we_kill(
     assert type(run.lose_rank(died(0, out_of_memory=True), is_killed=is_killed)) is kind
 
 
-def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> None:
-    """That may still be ending on its other devices, while this one is free."""
-    before = run_on(0, 1)
-    before.lose_rank(died(0), is_killed=False)
-    trainers = Trainers(DEVICES)
-    trainers.ready(0, ProcessId("agent", 0))
-    parts: Any = SimpleNamespace(
-        runtime=SimpleNamespace(
-            trainers=trainers,
-            exclusion=None,
-            may_grow=False,
-            device_events=lambda message: [],
-        ),
-        launcher=SimpleNamespace(trainer_died=lambda device: None, launched={1}),
-        deadlines=Deadlines(),
-        held=HeldStates({}),
-        runs={1: before},
-    )
-    assert Receiver(parts).take(died(0, out_of_memory=True)) == []
-    assert before.remaining() == [1]
-
-
-@pytest.mark.parametrize(("launched", "told"), [(set(), 1), ({7}, 0)])
-def test_the_first_devices_are_told_of_at_once_and_later_ones_together(
-    launched: set[int], told: int
-) -> None:
-    """Else the first that comes back gets a trial that has to move when the others are there."""
-    joined = DeviceJoined(device=Device(index=0, node=0, kind="cpu"))
-    runtime = SimpleNamespace(
-        trainers=None,
-        exclusion=None,
-        may_grow=False,
-        are_starting=True,
-        device_events=lambda message: [joined],
-    )
-    launcher = SimpleNamespace(launched=launched, send_waiting=lambda: None)
-    checks = SimpleNamespace(waits_s=list)
-    parts: Any = SimpleNamespace(runtime=runtime, launcher=launcher, checks=checks, runs={})
-    receiver = Receiver(parts)
-    ready = TrainerReady(device=0, process=ProcessId("agent", 1))
-    assert receiver.take(ready) == [joined] * told
-    assert len(receiver.waits_s()) == 1 - told
-
-
 def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
     parts = mock.MagicMock(runs={1: run_on(0, 1)})
     parts.runtime.configure_mock(may_grow=True, rank_ended=lambda message: [])
@@ -1008,128 +636,13 @@ def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first()
     assert receiver.waits_s() == []
 
 
-def test_a_checkpoint_that_fails_when_its_run_is_over_is_told_of_and_not_waited_for() -> None:
-    parts = mock.MagicMock(runs={}, held=HeldStates({}))
-    run = run_on(0)
-    fields = {"run_id": 1, "rank": 0, "device": 0, "time_s": 0.0, "ending": Ending.YIELDED}
-    parts.held.rank_ended(run, Ended(holds=True, **fields))
-    elsewhere = replace(launch(1, 1), run_id=2)
-    assert parts.held.begin(elsewhere) is None
-    parts.start.side_effect = lambda start: [start]
-    failed = CheckpointFailed(run_id=1, problem="the disk is full")
-    assert Receiver(parts).take(failed) == [Start(launch=elsewhere)]
-    parts.launcher.checkpoint_failed.assert_called_once_with(1, failed)
-
-
-# -- runs that wait for a store ------------------------------------------------------------------
-
-
-class FakeRuntime:
-    """Has a store when it is told to; notes who is sent to which device."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.agents = SimpleNamespace(
-            devices=DEVICES,
-            nodes=SimpleNamespace(here=frozenset),
-            tell=lambda agent, message: self.told.append((agent, message)),
-        )
-        self.trainers = Trainers(DEVICES)
-        for device in DEVICES:
-            self.trainers.ready(device, ProcessId(f"agent of {device // 2}", device))
-        self.rendezvous = Rendezvous(lambda: "agent")
-        self.sent: list[tuple[int, int]] = []
-        self.orders: list[Any] = []
-
-    def most_devices(self, *, spans_types: bool) -> int:
-        return 1
-
-    def group_name(self, run_id: int) -> str:
-        return str(run_id)
-
-    def send(self, device: int, order: Any) -> None:
-        self.sent.append((device, order.number))
-        self.orders.append(order)
+# -- starts and ends ------------------------------------------------------------------------------
 
 
 def launch(number: int, *devices: int) -> Launch:
     return Launch(
         run_id=number, number=number, devices=devices, probe=False, measure=False, round=1
     )
-
-
-def launcher_of(runtime: Any, folder: Any) -> Launcher:
-    job: Any = SimpleNamespace(
-        options=SimpleNamespace(seed=0, limits=Limits()),
-        objective_id=0,
-        objective=b"",
-        settings=Settings(),
-        gc_after_trial=False,
-        maximize=False,
-    )
-    retention: Any = SimpleNamespace(folder=folder, keeps_any=False, drop=folder.drop)
-    ledger: Any = SimpleNamespace(suggested=lambda number: {})
-    proposals: Any = mock.MagicMock(adopted=tuple)
-    return Launcher(runtime, job, retention, ledger, proposals, ObjectiveCopies(runtime, job))
-
-
-def is_kept(launcher: Launcher, message: ObjectiveKept) -> None:
-    launcher._copies.kept(message)
-    launcher.send_waiting()
-
-
-def has_objective(launcher: Launcher, *nodes: int) -> None:
-    for node in nodes or (0, 1):
-        kept = ObjectiveKept(agent=f"agent of {node}", objective_id=0, path=f"/of/{node}")
-        is_kept(launcher, kept)
-
-
-def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) -> None:
-    runtime: Any = FakeRuntime()
-    launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
-    for device in DEVICES:
-        launcher.launch(Start(launch=launch(device, device)))
-    assert [to for to, _ in runtime.told] == ["agent of 0", "agent of 1"]
-    assert runtime.sent == []
-    other = ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another")
-    is_kept(launcher, other)
-    has_objective(launcher, 1)
-    assert runtime.sent == [(2, 2), (3, 3)]
-    assert [order.objective_at for order in runtime.orders] == ["/of/1", "/of/1"]
-    launcher.launch(Start(launch=launch(8, 2)))
-    assert runtime.sent == [(2, 2), (3, 3), (2, 8)]
-    has_objective(launcher, 0)
-    assert runtime.sent[3:] == [(0, 0), (1, 1)]
-    assert len(runtime.told) == 2
-
-
-def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: Path) -> None:
-    runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
-    launcher = launcher_of(runtime, folder)
-    has_objective(launcher)
-    launcher.launch(Start(launch=launch(1, 0)))
-    folder.path.mkdir()
-    names = [f"trial-1.1-{epoch}.0123abcd-0.pt" for epoch in (3, 4, 5, 6)]
-    for name in [*names, "trial-1.1-2.0123abcd-0.best.pt", "trial-2.1-1.0123abcd-0.pt"]:
-        (folder.path / name).touch()
-    paths = [str(folder.path / name) for name in names]
-    for told, want in [(None, []), (paths[2], paths[2::-1]), ("there", ["there"])]:
-        begun = replace(launch(1, 0), checkpoint=told)
-        launcher.launch(Start(launch=begun))
-        assert list(runtime.orders[-1].checkpoints) == want
-
-
-def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
-    """Its successor would be busy with a run that nobody knows any more."""
-    runtime: Any = FakeRuntime()
-    launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
-    launcher.launch(Start(launch=launch(1, 0, 1)))
-    launcher.launch(Start(launch=launch(2, 2, 3)))
-    launcher.trainer_died(1)
-    has_objective(launcher)
-    runtime.rendezvous.ready(store_of("agent"))
-    launcher.send_waiting()
-    assert runtime.sent == [(2, 2), (3, 2)]
 
 
 def test_an_agent_that_is_still_starting_is_not_waited_for(
@@ -1164,7 +677,7 @@ def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
         trainer_main(
             device,
             agent="agent",
-            invitation=Invitation(addresses=(("127.0.0.1", port),), secret=b""),
+            invitation=Invitation(addresses=(("127.0.0.1", port),), credentials=b""),
             data=theirs,
             spec=None,
             num_threads=1,

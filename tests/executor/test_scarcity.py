@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import selectors
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from optuna_fleet import LaunchError
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.cluster.agent import agent
-from optuna_fleet.executor.cluster.agent.backoff import Backoff
+from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.checkpoints import checkpoint
@@ -42,37 +44,50 @@ class Clock:
         return self.now
 
 
-def test_a_process_that_keeps_ending_is_started_again_later_each_time() -> None:
+def kept(clock: Clock, monkeypatch: pytest.MonkeyPatch, *fails: Exception | None) -> Kept:
+    """What can't be started so often, then can."""
+    monkeypatch.setattr(time, "monotonic", clock)
+    spawn = mock.Mock(side_effect=[error or (7, mock.Mock()) for error in [*fails, *[None] * 20]])
+    return Kept(spawn, started=lambda sock: None)
+
+
+def test_a_process_that_keeps_ending_is_started_again_later_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
-    backoff = Backoff(clock)
+    process = kept(clock, monkeypatch)
+    process.start()
     pauses = []
     for _ in range(12):
-        backoff.started(3)
         clock.now += 1.0
-        if backoff.may_start_again(3):
-            pauses.append(0.0)
-            continue
-        (wait_s,) = backoff.waits_s()
-        assert backoff.due() == []
-        clock.now += wait_s
+        process.pid = None
+        process.start_again()
+        wait_s = 0.0 if process.pid else process.wait_s
         pauses.append(wait_s)
-        assert backoff.due() == [3]
-        assert backoff.due() == []
+        clock.now += wait_s
+        process.start_due()
+        assert process.pid == 7
     assert pauses == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
-    backoff.started(3)
     clock.now += 10.0
-    assert backoff.may_start_again(3)
+    process.start_again()
+    assert process.wait_s == math.inf
 
 
-def test_one_that_can_not_be_started_is_tried_again_later() -> None:
-    clock = Clock()
-    backoff = Backoff(clock)
-    backoff.failed(0)
-    backoff.failed(1)
-    backoff.failed(1)
-    assert backoff.waits_s() == [1.0, 2.0]
-    clock.now = 1.5
-    assert backoff.due() == [0]
+def test_one_that_can_not_be_started_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, no_more = Clock(), OSError(errno.EAGAIN, "no more")
+    process = kept(clock, monkeypatch, no_more, no_more)
+    for wait_s in (1.0, 2.0):
+        process.start()
+        assert (process.pid, process.wait_s) == (None, wait_s)
+    process.is_wanted = False  # which nobody waits for
+    assert process.wait_s == math.inf
+    process.is_wanted = True
+    clock.now = 1.9
+    process.start_due()
+    assert process.pid is None
+    clock.now = 2.0
+    process.start_due()
+    assert (process.pid, process.wait_s) == (7, math.inf)
 
 
 def test_a_store_that_can_not_be_started_is_started_later_and_once(
@@ -85,7 +100,7 @@ def test_a_store_that_can_not_be_started_is_started_later_and_once(
     monkeypatch.setattr(Forks, "spawn", lambda self, main: spawn())
     setup = mock.Mock(stuck_s=None, silence_s=None)
     node = agent.Agent(channel, mock.Mock(), "agent", "127.0.0.1", setup)
-    node._backoff = Backoff(clock := Clock())
+    monkeypatch.setattr(time, "monotonic", clock := Clock())
     for _ in range(2):  # the driver insists
         node._act(OpenStore())
     node._look_after()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,7 @@ def test_folder_variables_path_and_arguments_are_those_of_each_call(
         name = Path("name").read_text()
         trial.set_user_attr("module", importlib.import_module(f"module_of_{name}").NAME)
         trial.set_user_attr("found", [name, os.environ.get("OF_THIS_CALL"), sys.argv[1:]])
+        trial.set_user_attr("zone", time.tzname[0])
         return 0.0
 
     monkeypatch.setenv("OF_THIS_CALL", "as it began")
@@ -90,12 +92,14 @@ def test_folder_variables_path_and_arguments_are_those_of_each_call(
                 patch.syspath_prepend(folder)
                 patch.setattr(sys, "argv", ["script.py", name])
                 patch.setenv("OF_THIS_CALL", variable or "")
+                patch.setenv("TZ", f"{name[:3]}-9")
                 if variable is None:
                     patch.delenv("OF_THIS_CALL")
                 study = optuna.create_study()
                 study.optimize(objective, n_trials=1, executor=fleet)
             attrs = study.best_trial.user_attrs
-            assert attrs == {"module": name, "found": [name, variable, [name]]}
+            found = [name, variable, [name]]
+            assert attrs == {"module": name, "found": found, "zone": name[:3]}
 
 
 def test_where_another_node_has_no_such_folder_a_sentence_says_so() -> None:

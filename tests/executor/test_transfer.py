@@ -34,7 +34,7 @@ from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.transfer import Get, OpenTransfer, Piece, Put, Refused, Whole
 from tests.fleets import Leg, fleet_of, small_model, train
-from tests.test_channel import tcp_pair
+from tests.test_channel import tls_pair
 
 DATA = bytes(range(256)) * 40
 
@@ -62,9 +62,9 @@ class Opened(Channel):
 
 def served_by(server: TransferServer) -> Channel:
     """The other end of a connection to it."""
-    ours, theirs = tcp_pair()
-    server.serve(Channel(theirs, outgoing=b"1", incoming=b"2"))
-    return Opened(ours, outgoing=b"2", incoming=b"1")
+    ours, theirs = tls_pair()
+    server.serve(Channel(theirs))
+    return Opened(ours)
 
 
 def files_of(folder: StudyFolder, dial: Callable[[], Channel], token: str = "other") -> RunFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -478,28 +479,25 @@ def test_averages_of_weights_are_those_of_a_trial_that_did_not_move(three: Any) 
 class Worse(Classifier):
     """With each epoch."""
 
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+
     def validation_step(self, batch: Any, index: int) -> None:
-        self.log("val", float(self.current_epoch))
+        self.log("val_acc", -float(self.current_epoch))
 
 
-def test_the_best_of_the_checkpoints_moves_along(three: Any, tmp_path: Path) -> None:
-    def objective(trial: Any) -> float:
-        best = pl.callbacks.ModelCheckpoint(monitor="val")
-        options = {**QUIET, "logger": True, "enable_checkpointing": True}
-        trainer = pl.Trainer(
-            **options,
-            default_root_dir=tmp_path,
-            max_epochs=EPOCHS,
-            strategy=FleetStrategy(trial),
-            callbacks=[best],
-        )
-        trainer.fit(Worse(), trial.batches("train", BATCH_SIZE), trial.batches("val"))
-        trial.set_user_attr("exists", Path(best.best_model_path).is_file())
-        return float(best.best_model_score)
-
-    moved = flown(three, objective, Leg((0, 1), 1), Leg((2,)))
+def test_the_best_of_the_checkpoints_moves_along(
+    three: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "objective.md").read_text()
+    title = "^## Lightning's ModelCheckpoint$"
+    (code,) = re.findall(f"{title}.*?```python\n(.*?)```", page, re.S | re.M)
+    exec(code, names := {"pl": pl, "Classifier": Worse})
+    monkeypatch.chdir(tmp_path)
+    moved = flown(three, names["objective"], Leg((0, 1), 1), Leg((2,)), direction="maximize")
     assert moved.value == 0
-    assert moved.user_attrs["exists"]
+    assert Path(moved.user_attrs["best_file"]).parent == tmp_path / "best" / "0"
+    assert Path(moved.user_attrs["best_file"]).is_file()
 
 
 def test_each_of_several_loaders_is_that_of_all_devices(three: Any) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from pipeline_harness import Agent, Forked
 
-from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Peers
 from optuna_fleet.pipeline.exchange.plan import Plan
+from optuna_fleet.wire.credentials import make_credentials
 
-SECRET = b"the secret of one sweep."
+CREDENTIALS, OTHERS = make_credentials(), make_credentials()
 
 
 class Node(Agent):
@@ -29,25 +29,23 @@ class Node(Agent):
         name: str,
         *,
         host: str = "127.0.0.1",
-        secret: bytes = SECRET,
+        credentials: bytes = CREDENTIALS,
         patience_s: float = PATIENCE_S,
         **options: Any,
     ) -> None:
         said, say = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def share(loop: Any, setup: Any) -> Sharing:
-            peers = Peers(name, secret, setup.spec, patience_s)
+            peers = Peers(name, credentials, setup.spec, patience_s)
             sharing = Sharing(
                 peers,
                 loop.serve(setup, peers),
                 host=host,
-                has_tls=not host.startswith("127."),
                 look_ahead=4,
                 spawn=loop.spawn,
                 selector=loop.selector,
                 close_inherited=loop.server.close_in_child,
                 say=lambda message: say.send(pickle.dumps((loop.sharing.pid, message.peer))),
-                backoff=Backoff(),
             )
             sharing.start()
             return sharing

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from exchange_harness import SECRET, agree, labels, nodes, read_everywhere
+from exchange_harness import CREDENTIALS, agree, labels, nodes, read_everywhere
 from pipeline_datasets import Counted
 from pipeline_harness import Forked
 
@@ -68,7 +68,7 @@ def test_nodes_do_not_wait_in_a_circle_when_the_plan_changes():
 def ask(node, question):
     """A connection of another node on which something was asked."""
     address = (node.peer.host, node.peer.port)
-    channel = connect(Invitation(addresses=(address,), secret=SECRET))
+    channel = connect(Invitation(addresses=(address,), credentials=CREDENTIALS))
     channel.send(question)
     yield channel
     channel.close()

@@ -1,6 +1,5 @@
 """Who owns which chunk: pure functions."""
 
-import os
 from collections import Counter
 
 import pytest
@@ -96,7 +95,7 @@ def test_a_plan_of_many_nodes_fits_into_a_packet():
     sharing, _ = joined("all-shared", 1)
     for number in range(600):
         name = f"{number:064}"  # host names may be that long
-        sharing.ready(Peer(agent=name, host=2 * name, port=65535, fingerprint=os.urandom(32)))
+        sharing.ready(Peer(agent=name, host=2 * name, port=65535))
     assert encode(sharing.plan)
 
 

@@ -11,7 +11,6 @@ import os
 import random
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,12 +67,6 @@ for _name, _loss_of in losses.LOSSES.items():
     GOOD.add(f"loss: {_name}", of_outputs(_loss_of), ANY)
 
 
-@GOOD.loss(ANY)
-def focal(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    each = F.cross_entropy(model(x), y, reduction="none")
-    return ((1 - torch.exp(-each)) ** 2 * each).mean()
-
-
 @GOOD.loss(ANY, make=network)
 def gradient_penalty(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     x.requires_grad_(True)
@@ -90,26 +83,8 @@ def on_a_gpu_by_name(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
 
 
 @GOOD.loss(ANY)
-def mixup_with_itself(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    """Each row with another view of its own."""
-    return F.cross_entropy(model(0.7 * x + 0.3 * x.flip(1)), y)
-
-
-@GOOD.loss(ANY)
 def noise_on_inputs(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)
-
-
-@GOOD.loss(ANY)
-def triplets_within_a_row(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    return F.triplet_margin_loss(model(x), model(x.flip(1)), model(-x), margin=5.0)
-
-
-@GOOD.loss(ANY)
-def quantiles(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    error = x[:, :3] - model(x)
-    levels = torch.tensor([0.1, 0.5, 0.9])
-    return torch.maximum(levels * error, (levels - 1) * error).mean()
 
 
 @GOOD.loss(ANY)
@@ -337,18 +312,6 @@ for _name, _make_schedule in SCHEDULERS.items():
 
 
 @GOOD.case(ANY)
-def schedule_by_epoch(trial: Any) -> None:
-    model = scorer()
-    optimizer = sgd(model)
-    schedule = lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
-    trial.prepare(model, optimizer, schedule)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        schedule.step()
-
-
-@GOOD.case(ANY)
 def plateau_of_the_validation_loss(trial: Any) -> None:
     model = scorer()
     optimizer = sgd(model)
@@ -360,15 +323,6 @@ def plateau_of_the_validation_loss(trial: Any) -> None:
         loss = validation_loss(trial, model)
         schedule.step(loss)
         trial.report(loss, epoch)
-
-
-@GOOD.case(ANY)
-def rate_by_the_number_of_the_epoch(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for epoch in trial.epochs(EPOCHS):
-        optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (epoch // 3)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
 
 
 @GOOD.case(ANY)
@@ -446,19 +400,6 @@ def gan(trial: Any) -> None:
             made = maker(torch.randn_like(x))
             step(judging, (F.softplus(-critic(x)) + F.softplus(critic(made.detach()))).mean())
             step(making, F.softplus(-critic(made)).mean())
-
-
-@GOOD.case(ANY)
-def critic_is_trained_more_often(trial: Any) -> None:
-    maker, critic = scorer(6), nn.Linear(6, 1)
-    making, judging = sgd(maker), sgd(critic)
-    trial.prepare(maker, critic, making, judging)
-    for _ in trial.epochs(EPOCHS):
-        for k, (x, _, _) in enumerate(trial.batches("train_table", BATCH)):
-            made = maker(x.flip(1))
-            step(judging, (critic(made.detach()) - critic(x)).tanh().mean())
-            if k % 2 == 0:
-                step(making, -critic(made).tanh().mean())
 
 
 @GOOD.case(ANY)
@@ -724,18 +665,6 @@ def objects_of_all_sorts(trial: Any) -> None:
 
 
 @GOOD.case(ANY)
-def keeps_nothing_for_long(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    thing: Any = Meter()
-    for epoch in trial.epochs(EPOCHS):
-        thing.reset()
-        refers, thing = weakref.ref(thing), Meter()
-        assert refers() is None, epoch
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
-@GOOD.case(ANY)
 def asks_for_its_locals(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     rate = 0.5
@@ -767,18 +696,6 @@ def shows_bars(trial: Any) -> None:
             batches.update()
 
 
-@GOOD.case(ANY)
-def centre_is_averaged_over_the_ranks(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    centre = trial.state.setdefault("centre", torch.zeros(3))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            outputs = model(x)
-            step(optimizer, F.cross_entropy(outputs - centre.to(outputs), y))
-            mean = trial.mean(outputs.detach().mean(0), weight=trial.shard_size)
-            centre.lerp_(mean.to(centre), 0.5)
-
-
 # -- models ---------------------------------------------------------------------------------------
 
 
@@ -803,6 +720,19 @@ class SmoothedLoss(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x) * self.scale
+
+
+class RareBranch(nn.Module):
+    """Which some ranks do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = x[:, 0] > 1.0
+        out = self.first(x)
+        return out + far[:, None] * self.second(x) if far.any() else out
 
 
 def _spectral() -> nn.Module:
@@ -849,6 +779,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "stochastic depth": lambda: network(StochasticDepth(nn.Linear(8, 8))),
     "constant buffer": SmoothedLoss,
+    "rare branch": RareBranch,
 }
 for _name, _make_model in MODELS.items():
     GOOD.add(f"model: {_name}", trains(mean_of_classes, _make_model), ANY)

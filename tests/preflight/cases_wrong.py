@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import random
+import signal
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -60,29 +61,10 @@ def mean_over_tokens(model: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(outputs, tokens[:, 1:].flatten(), ignore_index=0)
 
 
-@WRONG.loss(ONE, "scorer")
+@WRONG.loss(ONE, "the gradient `model.scorer", "in step 1 of mini-epoch 1", "class weights")
 def class_weights_of_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     counts = torch.bincount(y, minlength=3) + 1
     return (F.cross_entropy(model(x), y, reduction="none") / counts[y]).mean()
-
-
-@WRONG.loss(ONE, "scorer")
-def labels_smoothed_by_class_counts(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    prior = torch.bincount(y, minlength=3).to(x) / len(y)
-    return F.cross_entropy(model(x), 0.9 * F.one_hot(y, 3) + 0.1 * prior)
-
-
-@WRONG.loss(ONE, "scorer")
-def focal_over_positives(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    target = F.one_hot(y, 3).to(x)
-    each = F.binary_cross_entropy_with_logits(model(x), target, reduction="none")
-    return ((1 - torch.exp(-each)) ** 2 * each).sum() / (y == 1).sum().clamp(min=1)
-
-
-@WRONG.loss(ONE, "scorer")
-def mean_over_classes_that_are_there(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    each = F.cross_entropy(model(x), y, reduction="none")
-    return torch.stack([each[y == c].mean() for c in y.unique()]).mean()
 
 
 @WRONG.loss(ONE, "scorer")
@@ -97,89 +79,11 @@ def hardest_half_of_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Te
 
 
 @WRONG.loss(ONE, "scorer")
-def easier_than_the_median(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    each = F.cross_entropy(model(x), y, reduction="none")
-    return (each * (each <= each.detach().median())).mean()
-
-
-@WRONG.loss(ONE, "scorer")
-def soft_maximum_of_losses(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y, reduction="none").logsumexp(0)
-
-
-@WRONG.loss(ONE, "scorer")
-def root_of_the_mean_square(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    return F.mse_loss(model(x), x[:, :3]).sqrt()
-
-
-@WRONG.loss(ONE, "scorer")
-def explained_variance(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    target = x[:, :3]
-    spread = (target - target.mean(0)).square().sum()
-    return (model(x) - target).square().sum() / (spread + 0.1)
-
-
-@WRONG.loss(ONE, "scorer")
-def correlation(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    ours, theirs = model(x)[:, 0], x[:, 0]
-    return 1 - F.cosine_similarity(ours - ours.mean(), theirs - theirs.mean(), dim=0)
-
-
-@WRONG.loss(ONE, "scorer")
 def normalised_advantages(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     """As in policy gradients."""
     rewards = x[:, 0] + x[:, 1]
     advantages = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-3)
     return (advantages * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-
-@WRONG.loss(ONE, "scorer")
-def hardest_triplets_of_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    codes = model(x)
-    distances = (codes[:, None] - codes).square().sum(2)
-    alike = y[:, None] == y
-    farthest = (distances * alike).amax(1)
-    nearest = distances.masked_fill(alike, 1e3).amin(1)
-    return F.relu(farthest - nearest + 9).mean()
-
-
-@WRONG.loss(ONE, "scorer")
-def redundancy_of_outputs(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    """Barlow Twins."""
-    one, other = model(x), model(x.flip(1))
-    cross = (one - one.mean(0)).T @ (other - other.mean(0)) / len(x)
-    return (cross - torch.eye(3)).square().sum()
-
-
-@WRONG.loss(ONE, "scorer")
-def assigned_by_sinkhorn(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    """SwAV."""
-    outputs = model(x)
-    chances = outputs.detach().exp()
-    for _ in range(3):
-        chances = chances / chances.sum(0)
-        chances = chances / chances.sum(1, keepdim=True)
-    return F.cross_entropy(model(x.flip(1)), chances)
-
-
-@WRONG.loss(ONE, "scorer")
-def distance_of_two_distributions(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    """CORAL, between one view and another."""
-    return F.mse_loss(model(x).T.cov(correction=0), model(x.flip(1) + 1).T.cov(correction=0))
-
-
-@WRONG.loss(ONE, "scorer")
-def entropy_of_the_mean_prediction(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    outputs = model(x)
-    mean = outputs.softmax(1).mean(0)
-    return F.cross_entropy(outputs, y) + (mean * mean.log()).sum()
-
-
-@WRONG.loss(ONE, "scorer")
-def balance_of_experts(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    gates = model(x).softmax(1)
-    chosen = F.one_hot(gates.argmax(1), 3).to(gates).mean(0)
-    return F.cross_entropy(gates, y) + (chosen * gates.mean(0)).sum()
 
 
 @WRONG.loss(ONE, "scorer")
@@ -191,38 +95,14 @@ def pseudo_labels_above_a_quantile(model: Any, x: Tensor, *_: Tensor) -> Tensor:
 
 
 @WRONG.loss(ONE, "scorer")
-def prototypes_of_the_first_half(model: Any, x: Tensor, *_: Tensor) -> Tensor:
-    """As in few-shot learning: support, query."""
-    support, query = model(x).tensor_split(2)
-    return (query - support.mean(0)).square().sum(1).mean()
-
-
-@WRONG.loss(ONE, "scorer")
 def relative_to_the_first_row(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(model(x - x[0]), y)
-
-
-@WRONG.loss(ONE, "scorer")
-def every_second_row(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    return F.cross_entropy(model(x[::2]), y[::2])
 
 
 @WRONG.loss(ONE, "scorer")
 def mixup_by_flip(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
     outputs = model(0.7 * x + 0.3 * x.flip(0))
     return 0.7 * F.cross_entropy(outputs, y) + 0.3 * F.cross_entropy(outputs, y.flip(0))
-
-
-@WRONG.loss(ONE, "scorer")
-def mixup_by_index(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    other = x[:, 0].argsort()
-    outputs = model(0.7 * x + 0.3 * x[other])
-    return 0.7 * F.cross_entropy(outputs, y) + 0.3 * F.cross_entropy(outputs, y[other])
-
-
-@WRONG.loss(ONE, "scorer")
-def inputs_normalised_by_the_batch(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    return F.cross_entropy(model((x - x.mean(0)) / (x.std(0, unbiased=False) + 0.1)), y)
 
 
 @WRONG.loss(ONE, "scorer")
@@ -249,12 +129,6 @@ def weighed_by_its_own_loss(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tens
     return loss / (loss.detach() + 0.1)
 
 
-@WRONG.loss(ONE, "scorer")
-def dropped_where_its_loss_is_large(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x), y)
-    return loss * float(loss.item() < 1.1)
-
-
 _FIXED_WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
 
 
@@ -274,7 +148,7 @@ def weights_in_autocast(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
 # -- losses by epoch, by branch, by layer ---------------------------------------------------------
 
 
-@WRONG.case(ONE, "scorer")
+@WRONG.case(ONE, "gradient", "in step 1 of mini-epoch 2")
 def class_weights_from_the_middle_on(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
@@ -288,32 +162,8 @@ class NormByHand(nn.Module):
         return (x - x.mean(0)) / (x.var(0, unbiased=False) + 0.1).sqrt()
 
 
-class SpreadOfTheBatch(nn.Module):
-    """As the critics of some GANs have it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.std(0, unbiased=False).mean()
-
-
-for _layer in (NormByHand, SpreadOfTheBatch):
-    WRONG.add(
-        f"layer: {_layer.__name__}",
-        trains(mean_of_classes, lambda layer=_layer: network(layer()), drop_last=True),
-        *(ONE, "gradient"),
-    )
-
-
-@WRONG.case(ONE, "gradient")
-def relativistic_gan(trial: Any) -> None:
-    maker, critic = scorer(6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    making, judging = sgd(maker), sgd(critic)
-    trial.prepare(maker, critic, making, judging)
-    for _ in trial.epochs(EPOCHS):
-        for x, _, _ in trial.batches("train_table", BATCH):
-            made = maker(x.flip(1))
-            real, fake = critic(x), critic(made.detach())
-            step(judging, F.softplus(fake.mean() - real).mean() + F.softplus(fake).mean())
-            step(making, F.softplus(critic(x).mean() - critic(made)).mean())
+_normalises = trains(mean_of_classes, lambda: network(NormByHand()), drop_last=True)
+WRONG.add("layer: NormByHand", _normalises, ONE, "gradient")
 
 
 @WRONG.case(ONE)
@@ -335,22 +185,6 @@ def skips_batches_that_are_too_small(trial: Any) -> None:
 
 
 # -- gradients that are not those of a backward ---------------------------------------------------
-
-
-@WRONG.case(ONE, "gradient")
-def projected_gradients(trial: Any) -> None:
-    """PCGrad."""
-    model = scorer()
-    parameters = list(model.parameters())
-    model, optimizer = trial.prepare(model, sgd(model))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            tasks = [F.cross_entropy(model(x), y), -model(x)[:, 0].mean()]
-            grads = [torch.autograd.grad(task, parameters) for task in tasks]
-            for p, one, other in zip(parameters, *grads, strict=True):
-                dot = (one * other).sum().clamp(max=0)
-                p.grad = one + other - dot / other.square().sum() * other
-            optimizer.step()
 
 
 @WRONG.case(ONE, "scorer")
@@ -384,14 +218,6 @@ def divides_by_the_number_of_devices(trial: Any) -> None:
     for _ in trial.epochs(EPOCHS):
         for x, y, _ in trial.batches("train_table", BATCH):
             step(optimizer, F.cross_entropy(model(x), y) / trial.world_size)
-
-
-@WRONG.case(ONE, "scorer")
-def scales_its_rate_by_the_number_of_devices(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer(), lr=0.05 * trial.world_size)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
 
 
 @WRONG.case(ONE, "scorer")
@@ -459,18 +285,6 @@ class Keeps(nn.Module):
         raise NotImplementedError
 
 
-class Codebook(Keeps):
-    """As in a VQ-VAE."""
-
-    def use(self, hidden: Tensor) -> Tensor:
-        chosen = torch.cdist(hidden, self.kept).argmin(1)
-        found = self.kept[chosen]
-        with torch.no_grad():
-            for code in chosen.unique():
-                self.kept[code] = self.kept[code].lerp(hidden[chosen == code].mean(0), 0.3)
-        return hidden + (found - hidden).detach() + 0.5 * found
-
-
 class Queue(Keeps):
     """As in MoCo."""
 
@@ -479,27 +293,6 @@ class Queue(Keeps):
         with torch.no_grad():
             self.kept.copy_(torch.cat([F.normalize(hidden, dim=1), last])[: len(last)])
         return hidden + F.normalize(hidden, dim=1) @ last.T @ last
-
-
-class Centre(Keeps):
-    """As in DINO."""
-
-    def use(self, hidden: Tensor) -> Tensor:
-        centred = hidden - self.kept
-        with torch.no_grad():
-            self.kept.lerp_(hidden.mean(0), 0.5)
-        return centred
-
-
-class ClassCentres(Keeps):
-    """One for each sign of the first feature."""
-
-    def use(self, hidden: Tensor) -> Tensor:
-        kinds = (hidden[:, 0] > 0).long()
-        with torch.no_grad():
-            for kind in kinds.unique():
-                self.kept[kind] = self.kept[kind].lerp(hidden[kinds == kind].mean(0), 0.3)
-        return hidden - self.kept[kinds]
 
 
 class Largest(Keeps):
@@ -513,10 +306,7 @@ class Largest(Keeps):
 
 _FOLLOWS = "kept from batch to batch"  # it is used before it changes
 for _kind, _shape, _words in (
-    (Codebook, (8, 6), _FOLLOWS),
     (Queue, (16, 6), _FOLLOWS),
-    (Centre, (6,), _FOLLOWS),
-    (ClassCentres, (2, 6), "gradient"),
     (Largest, (), "gradient"),
 ):
     WRONG.add(
@@ -539,17 +329,6 @@ def table_per_sample(trial: Any) -> None:
 
 
 @WRONG.case(ONE, "scorer")
-def inputs_normalised_by_running_means(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    running = trial.state.setdefault("running", {"mean": [0.0] * 6})
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            mean = 0.5 * torch.tensor(running["mean"]) + 0.5 * x.mean(0)
-            running["mean"] = mean.tolist()
-            step(optimizer, F.cross_entropy(model(x - mean), y))
-
-
-@WRONG.case(ONE, "scorer")
 def divides_by_its_mean_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
@@ -569,16 +348,6 @@ def decays_by_the_samples_it_has_seen(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-@WRONG.case(ONE, "scorer")
-def rate_by_its_own_loss(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            loss = F.cross_entropy(model(x), y)
-            optimizer.param_groups[0]["lr"] = 0.1 * loss.item()
-            step(optimizer, loss)
-
-
 @WRONG.case(ONE, "schedule")
 def schedule_led_by_its_own_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -588,19 +357,6 @@ def schedule_led_by_its_own_loss(trial: Any) -> None:
             loss = F.cross_entropy(model(x), y)
             step(optimizer, loss)
         schedule.step(loss.item())
-
-
-@WRONG.case(ONE, "scorer")
-def balances_tasks_by_their_losses(trial: Any) -> None:
-    """GradNorm, in short."""
-    model, optimizer = prepared(trial, scorer())
-    weights = trial.state.setdefault("weights", torch.ones(2))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            outputs = model(x)
-            tasks = torch.stack([F.cross_entropy(outputs, y), outputs.square().mean()])
-            weights.copy_(0.5 * weights + 0.5 * tasks.detach().softmax(0))
-            step(optimizer, (weights.to(tasks) * tasks).sum())
 
 
 @WRONG.case(ONE, "log_vars")
@@ -616,18 +372,6 @@ def weights_of_tasks_are_not_prepared(trial: Any) -> None:
             others.zero_grad()
             step(optimizer, (tasks * torch.exp(-log_vars) + log_vars).sum())
             others.step()
-
-
-@WRONG.case(ONE, "memory")
-def memory_bank_in_a_variable(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    memory = torch.zeros(16, 3)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            codes = model(x)
-            drawn = (codes[:, None] - memory.to(codes)).square().sum(2).mean()
-            memory = torch.cat([codes.detach().to(memory), memory])[:16]
-            step(optimizer, F.cross_entropy(codes, y) + 0.1 * drawn)
 
 
 @WRONG.case(ONE, "replay")
@@ -654,17 +398,6 @@ def teacher_outputs_are_cached(trial: Any) -> None:
             step(optimizer, F.cross_entropy(outputs, y) + (outputs - taught).square().mean())
 
 
-@WRONG.case(ONE, "weights")
-def sample_weights_in_a_variable(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    weights = torch.ones(43)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, number in trial.batches("train_table", BATCH):
-            each = F.cross_entropy(model(x), y, reduction="none")
-            step(optimizer, (weights[number].to(each) * each).mean())
-            weights[number] = 0.5 * weights[number] + 0.5 * each.detach().to(weights)
-
-
 # -- values that are reported ---------------------------------------------------------------------
 
 
@@ -686,33 +419,9 @@ def loss_that_is_not_summed(trial: Any, model: Any) -> float:
     )
 
 
-def accuracy_that_is_not_summed(trial: Any, model: Any) -> float:
-    found = [(model(x).argmax(1) == y).sum() for x, y, _ in trial.batches("val_table", BATCH)]
-    return sum(found).item() / 19
-
-
 def mean_of_means_of_batches(trial: Any, model: Any) -> float:
     means = [F.cross_entropy(model(x), y).item() for x, y, _ in trial.batches("val_table", 7)]
     return trial.mean(sum(means) / len(means))
-
-
-def unweighted_mean_of_ranks(trial: Any, model: Any) -> float:
-    batches = list(trial.batches("val_table", BATCH))
-    outputs, y = (
-        model(torch.cat([x for x, _, _ in batches])),
-        torch.cat([y for _, y, _ in batches]),
-    )
-    return trial.mean(F.cross_entropy(outputs, y).item())
-
-
-def mean_of_correlations(trial: Any, model: Any) -> float:
-    batches = list(trial.batches("val_table", BATCH))
-    x = torch.cat([x for x, _, _ in batches])
-    return trial.mean(torch.corrcoef(torch.stack([model(x)[:, 0], x[:, 0]]))[0, 1].item(), len(x))
-
-
-def sum_of_the_largest(trial: Any, model: Any) -> float:
-    return trial.sum(max(model(x).max().item() for x, _, _ in trial.batches("val_table", BATCH)))
 
 
 def summed_twice(trial: Any, model: Any) -> float:
@@ -722,14 +431,14 @@ def summed_twice(trial: Any, model: Any) -> float:
 
 for _value_of in (
     loss_that_is_not_summed,
-    accuracy_that_is_not_summed,
     mean_of_means_of_batches,
-    unweighted_mean_of_ranks,
-    mean_of_correlations,
-    sum_of_the_largest,
     summed_twice,
 ):
-    WRONG.add(f"reports: {_value_of.__name__}", reports(_value_of), ONE, "report")
+    WRONG.add(
+        f"reports: {_value_of.__name__}",
+        reports(_value_of),
+        *(ONE, "reported value", "trial.shard_size"),
+    )
 
 # -- what a move begins anew: objects -------------------------------------------------------------
 
@@ -780,16 +489,6 @@ def scheduler_is_not_prepared(trial: Any) -> None:
         schedule.step()
 
 
-@WRONG.case(STAYS, "schedule")
-def plateau_is_not_prepared(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=3)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        schedule.step(validation_loss(trial, model))
-
-
 @WRONG.case(STAYS, "average")
 def averaged_model_is_not_prepared(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -799,20 +498,6 @@ def averaged_model_is_not_prepared(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
             average.update_parameters(model)
         trial.report(validation_loss(trial, average), epoch)
-
-
-@WRONG.case(STAYS, "average")
-def average_by_hand(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    average = {name: p.detach().clone() for name, p in model.state_dict().items()}
-    averaged = scorer()
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-            for name, p in model.state_dict().items():
-                average[name] = 0.9 * average[name] + 0.1 * p
-        averaged.load_state_dict(average)
-        trial.report(validation_loss(trial, averaged), epoch)
 
 
 @WRONG.case(STAYS, "num_averaged")
@@ -829,21 +514,6 @@ def swa_by_hand(trial: Any) -> None:
                 for own, p in zip(mean.parameters(), model.parameters(), strict=True):
                     own += (p - own) / num_averaged
         trial.report(validation_loss(trial, mean), epoch)
-
-
-@WRONG.case(STAYS, "teacher")
-def teacher_is_not_prepared(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    teacher = copy.deepcopy(model)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            with torch.no_grad():
-                taught = teacher(x).softmax(1)
-            outputs = model(x)
-            step(optimizer, F.cross_entropy(outputs, y) + F.cross_entropy(outputs, taught))
-            with torch.no_grad():
-                for own, p in zip(teacher.parameters(), model.parameters(), strict=True):
-                    own.lerp_(p, 0.5)
 
 
 @WRONG.case(STAYS, "scaler")
@@ -978,34 +648,10 @@ for _name, (_start, _use) in ATTRIBUTES.items():
     def _make(start: Any = _start, use: Any = _use) -> nn.Module:
         return Remembers(start(), use)
 
-    WRONG.add(f"attribute: {_name}", trains(mean_of_classes, _make), STAYS, "past")
-
-
-@WRONG.case(STAYS, "centre")
-def centre_is_not_prepared(trial: Any) -> None:
-    """It is summed over the ranks, so that only moves are its ruin."""
-    model, optimizer = prepared(trial, scorer())
-    centre = torch.zeros(3)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            outputs = model(x)
-            step(optimizer, F.cross_entropy(outputs - centre.to(outputs), y))
-            mean = trial.mean(outputs.detach().mean(0), weight=trial.shard_size)
-            centre = 0.5 * centre + 0.5 * mean.to(centre)
+    WRONG.add(f"attribute: {_name}", trains(mean_of_classes, _make), STAYS, "past", "buffers")
 
 
 # -- what a move begins anew: variables -----------------------------------------------------------
-
-
-@WRONG.case(STAYS, "history")
-def list_that_is_returned(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    history = []
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        history.append(validation_loss(trial, model))
-    return sum(history) / len(history)
 
 
 @WRONG.case(STAYS, "history")
@@ -1020,7 +666,7 @@ def list_from_the_middle_on(trial: Any) -> float:
     return sum(history) / len(history)
 
 
-@WRONG.case(STAYS, "best")
+@WRONG.case(STAYS, "`best`", "trial.best_value")
 def best_in_a_variable(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best = math.inf
@@ -1059,39 +705,6 @@ def best_weights_in_a_variable(trial: Any) -> float:
             best, best_state = loss, copy.deepcopy(model.state_dict())
     model.load_state_dict(best_state)
     return validation_loss(trial, model)
-
-
-@WRONG.case(STAYS, "num_steps")
-def warms_up_by_a_variable(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    num_steps = 0
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            num_steps += 1
-            optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, num_steps / 100)
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
-@WRONG.case(STAYS, "difficulty")
-def curriculum_by_a_counter(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    difficulty = 1.0
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            hard = x.abs().amax(1) > difficulty
-            each = F.cross_entropy(model(x), y, reduction="none")
-            step(optimizer, each.masked_fill(hard, 0.0).mean())
-        difficulty += 0.5
-
-
-@WRONG.case(STAYS, "temperature")
-def anneals_a_variable(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    temperature = 2.0
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x) / temperature, y))
-            temperature *= 0.97
 
 
 @WRONG.case(STAYS, "size")
@@ -1217,7 +830,7 @@ def python_generator_of_its_own(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model.scorer(hidden), y))
 
 
-@WRONG.case(STAYS, "total")
+@WRONG.case(STAYS, "`total`", "trial.totals")
 def sum_in_a_movable_pass(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
@@ -1293,16 +906,6 @@ def loops_in_a_helper(trial: Any) -> None:
 
 
 @WRONG.case(STAYS, "schedule")
-def callbacks_are_not_prepared(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    callbacks = {"schedule": lr_scheduler.ExponentialLR(optimizer, 0.9)}
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        callbacks["schedule"].step()
-
-
-@WRONG.case(STAYS, "schedule")
 def saves_its_schedule_and_never_loads_it(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -1374,6 +977,25 @@ def mask_from_the_system(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x * mask.to(x)), y))
 
 
+@WRONG.case(ONE, "it fails", "SIGABRT")
+def aborts(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        if trial.rank == 1:
+            os.kill(os.getpid(), signal.SIGABRT)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
+def hangs(trial: Any) -> None:
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        if trial.rank == 1:
+            time.sleep(3600)
+        for x, y, _ in trial.batches("train_table", BATCH):
+            step(optimizer, F.cross_entropy(model(x), y))
+
+
 def needs_two_devices(trial: Any, *, weights: Any) -> None:
     """So little of it is on one device too."""
     model = scorer()
@@ -1392,7 +1014,7 @@ WRONG.add(
 )
 
 
-@WRONG.case(UNCHECKED, "ConnectionRefusedError")
+@WRONG.case(UNCHECKED, "ConnectionRefusedError", "in asks_a_service")
 def asks_a_service(trial: Any) -> None:
     import socket
 

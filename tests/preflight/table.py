@@ -13,10 +13,19 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from optuna_fleet import SharedPipeline
+from optuna_fleet.preflight import verdict
 from tests.behaviour.parts import usual_pipeline
 
 ANY, STAYS, ONE = "any devices", "no moves", "one device"
 UNREPEATABLE, UNCHECKED, PLAIN = "not repeatable", "not checked", "plain"
+VERDICTS: dict[str, type[verdict.Verdict]] = {
+    ANY: verdict.Free,
+    STAYS: verdict.NotMoved,
+    ONE: verdict.OneDevice,
+    UNREPEATABLE: verdict.NotRepeatable,
+    UNCHECKED: verdict.NotChecked,
+    PLAIN: verdict.Plain,
+}
 
 EPOCHS, BATCH = 9, 8
 
@@ -30,7 +39,7 @@ class Case:
     """
 
     objective: Callable[[Any], Any]
-    verdict: str = ANY
+    verdict: str
     says: Sequence[str] = ()
     params: Mapping[str, Any] | None = None
 

@@ -9,8 +9,9 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
-from tests.preflight.test_clear_cases import Rows, epoch_of, keeps_best, trained
+from optuna_fleet import FleetConfigError, FleetExecutor
+from tests.preflight.cases_wrong import WRONG
+from tests.preflight.table import BATCH, mean_of_classes, pipeline, prepared, scorer, step
 
 
 def marks(trial: Any) -> None:
@@ -19,9 +20,12 @@ def marks(trial: Any) -> None:
     print("heard", file=sys.stderr, flush=True)
     if not trial.is_preflight:
         (folder / "real").touch()
-    model, optimizer = trained(trial, lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+    model, optimizer = prepared(
+        trial, scorer(), lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True)
+    )
     for epoch in trial.epochs(5):
-        epoch_of(trial, model, optimizer)
+        for batch in trial.batches("train_table", BATCH):
+            step(optimizer, mean_of_classes(model, *batch))
         trial.report(1.0, epoch)
         trial.set_user_attr("seen", epoch)
     (folder / "end").touch()
@@ -30,7 +34,7 @@ def marks(trial: Any) -> None:
 def test_nothing_is_left_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     study = optuna.create_study()
     study.set_user_attr("folder", str(tmp_path))
-    fleet = FleetExecutor(SharedPipeline(train=Rows(), val=Rows()), devices=1)
+    fleet = FleetExecutor(pipeline(), devices=1)
     report = fleet.preflight(study, marks)
     assert report.may_widen, report
     assert report.may_move, report
@@ -41,8 +45,8 @@ def test_nothing_is_left_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_a_report_is_shown_in_notebooks() -> None:
-    fleet = FleetExecutor(SharedPipeline(train=Rows(), val=Rows()), devices=1)
-    report: Any = fleet.preflight(optuna.create_study(), keeps_best)
+    fleet = FleetExecutor(pipeline(), devices=1)
+    report: Any = fleet.preflight(optuna.create_study(), WRONG["best_in_a_variable"].objective)
     assert (
         "<b>Pre-flight check: the same on several devices, but not moved" in report._repr_html_()
     )
@@ -55,7 +59,7 @@ def test_what_is_no_objective_is_refused() -> None:
 
 
 def test_a_parameter_that_was_not_given_is_told() -> None:
-    fleet = FleetExecutor(SharedPipeline(train=Rows(), val=Rows()), devices=1)
+    fleet = FleetExecutor(pipeline(), devices=1)
     study = optuna.create_study()
     study.set_user_attr("folder", "/nowhere")
     report = fleet.preflight(study, marks, {"depth": 1})

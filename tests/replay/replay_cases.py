@@ -38,16 +38,15 @@ class Scripted:
         self.together = together
 
     def allocate(self, problem: AllocationProblem) -> Plan:
-        from optuna_fleet.alloc.assembly import assemble
+        from optuna_fleet.alloc.assembly import plan_of
 
         wanted = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         placed = {n: d for n, d in wanted.items() if n in problem.by_number}
-        widths = {n: len(d) for n, d in placed.items()}
-        groups = [widths] if self.together else [{n: m} for n, m in widths.items()]
-        return assemble(
+        groups = [list(placed)] if self.together else [[n] for n in placed]
+        return plan_of(
             problem,
-            [g for g in groups if g],
-            placement=placed,
+            placed,
+            groups=[g for g in groups if g],
             allocator=self.name,
             status="scripted",
         )

@@ -109,7 +109,7 @@ def test_what_waiting_for_a_device_costs(cost, end_s):
 
 
 def test_without_moves_within_epochs_a_trial_moves_at_the_end_of_one():
-    arguments = [trial(epochs=3)], widening(14.0), Scripted({0: (0,)}, {0: (0,)}, {0: (0, 1)})
+    arguments = [trial(epochs=3)], widening(14.0), Scripted({0: (0,)}, {0: (0, 1)})
     assert spans_of(simulate(*arguments)) == [(0, (0,), 0.0, 20.0), (0, (0, 1), 20.0, 25.0)]
 
 
@@ -232,11 +232,14 @@ def test_a_probe_on_too_few_devices_yields_them():
     assert all(len(s.devices) > 1 for s in outcome.totals.spans if s.end_s > s.start_s)
 
 
-def test_a_trial_waits_at_the_end_of_its_epochs_until_a_plan_is_made():
-    one = [trial(epochs=3)]
+@pytest.mark.parametrize(("num_devices", "num_plans"), [(2, 3), (1, 1)])
+def test_a_trial_waits_at_the_end_of_its_epochs_for_a_plan_that_may_move_it(
+    num_devices, num_plans
+):
+    one, devices = [trial(rates=[10.0], epochs=3)], [all_join(num_devices)]
     rules = Rules(decision_s=1.0)
-    outcome = simulate(one, [all_join(1)], ElasticAllocator(), num_devices=1, rules=rules)
-    assert outcome.end_s == 30.0 + 3.0  # before its start, and after two epochs
+    outcome = simulate(one, devices, ElasticAllocator(), num_devices=num_devices, rules=rules)
+    assert outcome.end_s == 30.0 + num_plans  # before its start, and after two epochs
 
 
 def test_that_trials_are_to_come_is_planned_with():

@@ -12,19 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer import groups
-from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.trainer.gradients.reducer import Reducer
-from optuna_fleet.trainer.gradients.weights import Share, Weights
 from optuna_fleet.trainer.groups import GroupSpec
-from optuna_fleet.trainer.randomness import rng_state
 
 
 @contextmanager
@@ -34,28 +28,6 @@ def group(spec: GroupSpec, timeout_s: float = 30.0) -> Iterator[None]:
         yield
     finally:
         groups.leave_group()
-
-
-def batches(num: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    return [
-        (
-            torch.randn(size, 2, 7, 7, generator=generator, dtype=torch.float64) * 3 + 5,
-            torch.randint(3, (size,), generator=generator),
-        )
-        for _ in range(num)
-    ]
-
-
-def shard(x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """This rank's part; a copy of a sample of the batch, spoilt, where there is none."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    size = groups.group_size()
-    part = x.tensor_split(size)[rank]
-    weights.present = Share(len(part), len(x))
-    if len(part):
-        return part
-    return torch.full_like(x[:1], torch.nan) if x.is_floating_point() else x[:1]
 
 
 def ranks_sum(spec: GroupSpec) -> tuple[int, float]:
@@ -122,37 +94,3 @@ def join_late(spec: GroupSpec, folder: str) -> bool:
             return mark.exists()
     finally:
         dist.init_process_group = begin
-
-
-def reduce_forever(spec: GroupSpec, folder: str) -> None:
-    with group(spec):
-        while True:
-            dist.all_reduce(torch.ones(10))
-            Path(folder, str(spec.rank)).touch()  # now it may be killed
-
-
-def backward_forever(spec: GroupSpec, folder: str) -> None:
-    with group(spec):
-        weights = Weights()
-        layers = [torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten()]
-        model = torch.nn.Sequential(*layers, torch.nn.Linear(100, 3)).double()
-        Reducer(weights, lambda keys, text: None).watch(model)
-        while True:
-            for x, y in batches(4, 6):
-                F.cross_entropy(model(shard(x, weights)), shard(y, weights)).backward()
-                Path(folder, str(spec.rank)).touch()
-
-
-def rng(spec: GroupSpec) -> list[Any]:
-    """Draws, again after restoring every rank's state, and after restoring the leader's."""
-    with group(spec):
-        torch.manual_seed(spec.rank)
-        np.random.seed(spec.rank)
-        states = collectives.gather(rng_state())
-        before = (torch.rand(1).item(), np.random.rand())
-        torch.rand(3)
-        checkpoint.restore_rng(states)
-        again = (torch.rand(1).item(), np.random.rand())
-        checkpoint.restore_rng(states[:1])
-        leaders = (torch.rand(1).item(), np.random.rand())
-        return [before, again, leaders]

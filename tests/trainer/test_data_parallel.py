@@ -60,47 +60,11 @@ def close(a: Any, b: Any, rtol: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
 
 
-def test_groups_are_formed_anew(fleet: Fleet) -> None:
-    divisions = [[[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]]]
-    for division in divisions * 3:
-        calls = {}
-        for members in division:
-            calls |= fleet.calls(members, "ranks_sum")
-        sizes = {member: len(members) for members in division for member in members}
-        results = fleet.pool.run(calls)
-        assert results == {m: (k, k * (k + 1) / 2) for m, k in sizes.items()}
-
-
 def test_groups_leave_nothing_behind(fleet: Fleet) -> None:
     for seen in fleet.run(2, "resources", 12):
         assert all(hook for *_, hook in seen)
         assert max(files for files, *_ in seen[6:]) <= seen[3][0] + 2
         assert seen[-1][1] <= seen[3][1]
-
-
-def test_rng_of_every_rank(fleet: Fleet) -> None:
-    results = fleet.run(2, "rng")
-    for before, again, leaders in results:
-        assert again == before
-        assert leaders == results[0][0]
-    assert results[0][0] != results[1][0]
-
-
-@pytest.mark.parametrize("job", ["reduce_forever", "backward_forever"])
-def test_survivors_of_a_killed_peer_form_a_group(
-    job: str, nursery: Nursery, tmp_path: Path
-) -> None:
-    fleet = Fleet(nursery)
-    for member, call in fleet.calls([0, 1, 2], job, str(tmp_path)).items():
-        fleet.pool.start(member, *call)
-    while len(list(tmp_path.iterdir())) < 3:
-        assert not fleet.pool.pipes[0].poll(0.05)
-    fleet.pool.kill(1)
-    for member in (0, 2):
-        assert fleet.pool.result(member).kind in ("RuntimeError", "DistBackendError")
-    results = fleet.pool.run(fleet.calls([0, 2], "ranks_sum"))
-    assert results == {0: (2, 3.0), 2: (2, 3.0)}
-    fleet.pool.close()
 
 
 @pytest.mark.skipif(not groups.CAN_SHUT_DOWN, reason="such processes end: `can_leave_alone`")

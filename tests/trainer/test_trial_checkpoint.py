@@ -232,25 +232,6 @@ def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
         checkpoint.load(path, OWNER)
 
 
-def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) -> None:
-    path, other = tmp_path / "folder" / "c", tmp_path / "folder" / "before"
-    save(other, make(epoch=3))
-    save(path, make(epoch=4))
-    both = [str(path), str(other)]
-    newest, problems = checkpoint.load_newest(both, OWNER)
-    assert newest is not None
-    assert (newest.content.epoch, problems) == (4, [])
-    path.write_bytes(path.read_bytes()[:-1])
-    before, problems = checkpoint.load_newest(both, OWNER)
-    assert before is not None
-    assert before.content.epoch == 3
-    assert "torn" in problems[0]
-    other.unlink()
-    nothing, problems = checkpoint.load_newest(both, OWNER)
-    assert nothing is None
-    assert "can't be read" in problems[1]
-
-
 def test_what_torch_can_not_load_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,25 +261,6 @@ def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("owner", "words"),
-    [
-        (Owner(study="sweep", trial=6), "of trial 6, not of trial 5 of study 'sweep'"),
-        (Owner(study="other", trial=5), "of another study, not of trial 5"),
-    ],
-)
-def test_the_checkpoint_of_another_trial_counts_as_damaged(
-    tmp_path: Path, owner: Owner, words: str
-) -> None:
-    path = tmp_path / "c"
-    save(tmp_path / "before", make(epoch=1))
-    write_checkpoint(path, make(epoch=2), owner)
-    own, problems = checkpoint.load_newest([str(path), str(tmp_path / "before")], OWNER)
-    assert own is not None
-    assert own.content.epoch == 1
-    assert words in problems[0]
-
-
-@pytest.mark.parametrize(
     ("known", "words"),
     [
         ({"lr": 0.2, "depth": 3}, "'lr' was 0.1, but that of this trial is 0.2"),
@@ -313,53 +275,6 @@ def test_a_checkpoint_of_other_parameters_counts_as_damaged(
     loaded, problems = checkpoint.load_newest([str(tmp_path / "c")], OWNER, known)
     assert (loaded is None) == (words is not None)
     assert words is None or words in problems[0]
-
-
-class Run:
-    """A model with dropout, an optimizer and two schedulers."""
-
-    def __init__(self) -> None:
-        seed_torch(0, 5)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Dropout(),
-            torch.nn.Linear(8, 1),
-        )
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=np.float64(0.1))
-        self.schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 0.9**epoch),
-            torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1),
-        ]
-        self.objects = [self.model, self.optimizer, *self.schedulers]
-
-    def epoch(self) -> float:
-        x = torch.randn(6, 4) + random.random() + np.random.rand()
-        loss = self.model(x).square().mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.schedulers[0].step()
-        self.schedulers[1].step(loss.item())
-        return loss.item()
-
-
-def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    run = Run()
-    for _ in range(3):
-        run.epoch()
-    saved = [item.state_dict() for item in run.objects]
-    save(tmp_path / "c", make(objects=saved, rng=collectives.gather(rng_state())))
-    want = [run.epoch() for _ in range(3)]
-
-    resumed = Run()
-    loaded = checkpoint.load(tmp_path / "c", OWNER).content
-    for item, state in zip(resumed.objects, loaded.objects, strict=True):
-        item.load_state_dict(state)
-    checkpoint.restore_rng(loaded.rng)
-    assert [resumed.epoch() for _ in range(3)] == want
-    for mine, theirs in zip(resumed.model.parameters(), run.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:

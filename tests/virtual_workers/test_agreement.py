@@ -11,7 +11,7 @@ from torch import nn
 from optuna_fleet.virtual_workers.agreement import Agreement, names_of
 from optuna_fleet.virtual_workers.directory import Directory
 from optuna_fleet.virtual_workers.stage import PipelineStage
-from optuna_fleet.virtual_workers.stage_messages import Inputs, StageAddress, Targets, added
+from optuna_fleet.virtual_workers.stage_messages import Inputs, Targets, added
 from optuna_fleet.virtual_workers.wsp import Pass, WaveSynchronous
 
 
@@ -139,13 +139,3 @@ def test_servers_are_on_the_node_of_most_who_ask_them_and_shared_out() -> None:
     # A node that has two of three stages.
     most = directory(((), (), ()), ((0,), (1,), (2,)), [0, 1, 1])
     assert most.hosts == (1,)
-
-
-def test_who_talks_to_whom() -> None:
-    on = directory(((3,), (3,)), ((0, 2), (1, 3)), [0, 0, 1, 1])
-    assert on.address_of(3) == StageAddress(1, 1)
-    assert [on.near(rank) for rank in range(4)] == [[2], [3], [0], [1]]
-    assert [on.hosted(rank) for rank in range(4)] == [[0], [], [1], []]
-    assert [on.servers_of(rank) for rank in range(4)] == [[], [0], [], [2]]
-    assert [on.clients_of(rank) for rank in range(4)] == [[1], [], [3], []]
-    assert on.name_of(3) == "stage 1 of virtual worker 1"

@@ -60,20 +60,30 @@ FIRST, SECOND = StageAddress(0, 0), StageAddress(0, 1)
 
 
 def activations(number: int, size: int = 3) -> Activations:
-    values = {"x": torch.full((size,), float(number)), "mask": [torch.tensor([True])]}
+    complex_ones = torch.tensor([1 + 2j, 3 - 4j]).conj()  # a view, whose memory is not conjugated
+    values = {
+        "x": torch.full((size,), float(number)),
+        "others": [torch.tensor([True]), complex_ones],
+    }
     return Activations(number=number, tag=Tag(number, 7), values=values)
 
 
-def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges]) -> None:
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges], default: str) -> None:
+    """Through the host, whatever torch's default device is: gloo sends nothing from a GPU."""
     first, second = two_stages
-    for number, size in ((1, 3), (2, 3), (3, 5)):  # the third is described anew
-        first.send(FIRST, SECOND, activations(number, size))
-    for number, size in ((1, 3), (2, 3), (3, 5)):
+    said = [activations(*one) for one in ((1, 3), (2, 3), (3, 5))]  # the third is described anew
+    with torch.device(default):
+        for one in said:
+            first.send(FIRST, SECOND, one)
+    for one in said:
         found = second.receive()
         assert isinstance(found, Activations)
-        assert (found.number, found.tag) == (number, Tag(number, 7))
-        assert torch.equal(found.values["x"], torch.full((size,), float(number)))
-        assert found.values["mask"][0].dtype == torch.bool
+        assert (found.number, found.tag) == (one.number, one.tag)
+        assert torch.equal(found.values["x"], one.values["x"])
+        mask, complex_ones = found.values["others"]
+        assert mask.dtype == torch.bool
+        assert torch.equal(complex_ones, one.values["others"][1])
     second.send(
         SECOND, FIRST, Gradients(number=1, values=(torch.ones(2), None), loss=torch.tensor(0.5))
     )
@@ -82,22 +92,9 @@ def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges]) -> None
     assert back.loss == 0.5
     assert back.values[1] is None
 
-
-def test_they_travel_through_the_host_whatever_torchs_default_device_is(
-    two_stages: list[Edges],
-) -> None:
-    """With `torch.set_default_device("cuda")`, say: gloo sends nothing from there."""
-    first, second = two_stages
-    said = activations(1)
-    with torch.device("meta"):
-        first.send(FIRST, SECOND, said)
-    found = second.receive()
-    assert isinstance(found, Activations)
-    assert torch.equal(found.values["x"], said.values["x"])
-
     def gathered(edges: Edges) -> object:
         own = {"x": torch.ones(2, device="cpu")}
-        with torch.device("meta"):
+        with torch.device(default):
             return edges.gather(lambda: own)
 
     with ThreadPoolExecutor(2) as pool:
@@ -121,16 +118,6 @@ def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -
     told = "stage 0 has left the pipeline, while stage 1 waited for it"
     with pytest.raises(RuntimeError, match=told):
         second.receive()
-
-
-def test_complex_numbers_arrive_as_they_are(two_stages: list[Edges]) -> None:
-    first, second = two_stages
-    values = torch.tensor([1 + 2j, 3 - 4j])
-    first.send(FIRST, SECOND, Activations(number=1, tag=Tag(1, 0), values=[values, values.conj()]))
-    found = second.receive()
-    assert isinstance(found, Activations)
-    assert torch.equal(found.values[0], values)
-    assert torch.equal(found.values[1], values.conj())
 
 
 def test_who_fails_at_the_very_end_does_not_keep_those_who_wait_for_all() -> None:

@@ -123,7 +123,6 @@ DELAYED = {"in_flight": 3, "flush": False}
 @pytest.mark.parametrize(
     ("make", "options", "build"),
     [
-        (torch.optim.AdamW, FLUSHED, layers),
         (momentum_of_some, FLUSHED, layers),
         (momentum, DELAYED, layers),
         (torch.optim.AdamW, FLUSHED, tied_layers),
@@ -223,31 +222,23 @@ def test_layers_that_change_buffers_are_in_stages_though_evaluated_first(fleet: 
     assert run(fleet, is_evaluated_first, Leg((0, 1, 2))).value == 1
 
 
-def thaws(trial: Any, *, options: dict[str, Any], when: int = 1) -> float:
-    """The first layers are frozen until an epoch."""
-    model = layers()
-    model[:2].requires_grad_(False)
-    return trains(
-        trial,
-        options=options,
-        epochs=2,
-        at_epoch=lambda epoch: model[:2].requires_grad_(epoch >= when),
-        build=lambda: model,
-    )
+def clamps_gradients(model: nn.Module) -> None:
+    """By hooks, which are called as soon as a batch's gradients are there."""
+
+    def clamp(parameter: Any) -> None:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp)
 
 
-def test_frozen_layers_may_be_thawed(fleet: Any) -> None:
-    objective = functools.partial(thaws, options=FLUSHED)
-    alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
-    never = run(fleet, functools.partial(objective, when=9), Leg((0,)))
-    assert result(in_three) == result(alone)
-    assert result(never)["losses"][:6] == result(alone)["losses"][:6]
-    assert result(never)["losses"][7] != result(alone)["losses"][7]
+UNLIMITED = {**FLUSHED, "max_grad_norm": None}
 
 
 def thaws_what_layers_share(trial: Any, *, plainly: bool = False) -> float:
     """Their weight is frozen in one layer and thawed in another one, which may be elsewhere."""
     model = tied_layers()
+    clamps_gradients(model)
 
     def at_epoch(epoch: int) -> None:
         if epoch < 2:
@@ -255,8 +246,7 @@ def thaws_what_layers_share(trial: Any, *, plainly: bool = False) -> float:
             layer.weight.requires_grad_(epoch > 0)
 
     if not plainly:
-        options = {**FLUSHED, "max_grad_norm": None}
-        return trains(trial, options=options, at_epoch=at_epoch, build=lambda: model)
+        return trains(trial, options=UNLIMITED, at_epoch=at_epoch, build=lambda: model)
     optimizer = momentum(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     trial.prepare(model, optimizer, scheduler)
@@ -281,10 +271,12 @@ def test_what_layers_share_may_be_thawed_as_in_a_plain_loop(fleet: Any) -> None:
     assert result(in_three) == result(alone)
 
 
-def begins_to_train_more(trial: Any, *, options: dict[str, Any]) -> float:
-    """The optimizer gets the first layers in the second epoch, which also thaws them."""
+def begins_to_train_more(trial: Any, *, options: dict[str, Any], thaws: bool) -> float:
+    """The optimizer gets the first layers in the second epoch, which may also thaw them."""
     model, optimizers = layers(), []
-    model[:2].requires_grad_(options == DELAYED)  # nothing is thawed without flushes
+    model[:2].requires_grad_(not thaws)
+    if options is UNLIMITED:
+        clamps_gradients(model)
 
     def make(parameters: Any, lr: float) -> torch.optim.SGD:
         optimizers.append(momentum_of_some([*parameters][2:], lr))
@@ -298,35 +290,16 @@ def begins_to_train_more(trial: Any, *, options: dict[str, Any]) -> float:
     return trains(trial, options=options, make=make, at_epoch=at_epoch, build=lambda: model)
 
 
-@pytest.mark.parametrize("options", [FLUSHED, DELAYED])
+@pytest.mark.parametrize(("options", "thaws"), [(UNLIMITED, True), (DELAYED, False)])
 def test_what_is_trained_since_a_later_epoch_is_so_after_a_move(
-    fleet: Any, options: dict[str, Any]
+    fleet: Any, options: dict[str, Any], thaws: bool
 ) -> None:
-    objective = functools.partial(begins_to_train_more, options=options)
+    objective = functools.partial(begins_to_train_more, options=options, thaws=thaws)
     alone = run(fleet, objective, Leg((0,)))
     for first in ((0,), (1, 2, 0)):
         moved = run(fleet, objective, Leg(first, until_epoch=2), Leg((2, 1)))
         assert result(moved) == result(alone)
         assert len(moved.user_attrs["cuts"]) == 1
-
-
-def clamps_gradients(trial: Any, *, build: Callable[[], nn.Sequential]) -> float:
-    """As soon as they are there, by hooks."""
-    model, options = build(), {**FLUSHED, "max_grad_norm": None}
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
-    return trains(trial, options=options, build=lambda: model)
-
-
-@pytest.mark.parametrize("build", [layers, tied_layers])
-def test_hooks_are_called_when_a_batch_s_gradients_are_there(
-    fleet: Any, build: Callable[[], nn.Sequential]
-) -> None:
-    objective = functools.partial(clamps_gradients, build=build)
-    alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
-    without = functools.partial(trains, options={**FLUSHED, "max_grad_norm": None}, build=build)
-    assert result(in_three) == result(alone)
-    assert result(alone) != result(run(fleet, without, Leg((0,))))
 
 
 def averages_by_hand(trial: Any) -> float:
@@ -364,7 +337,7 @@ def trains_what_is_not_the_model_s(trial: Any) -> float:
 
 def test_without_flushes_nothing_is_thawed() -> None:
     study = optuna.create_study()
-    objective = functools.partial(thaws, options=DELAYED)
+    objective = functools.partial(begins_to_train_more, options=DELAYED, thaws=True)
     told = "`requires_grad` of '0.bias' has changed"
     with (
         FleetExecutor(small_pipeline(), cluster="inline") as fleet,
@@ -421,11 +394,6 @@ def mse(trial: Any, model: Any, optimizer: Any = None, **options: Any) -> Any:
     return trial.pipeline(model, optimizer, F.mse_loss, **options)
 
 
-def adam_without_flushes(trial: Any) -> Any:
-    model = layers()
-    return mse(trial, model, torch.optim.Adam(model.parameters()), flush=False)
-
-
 def twice(trial: Any) -> Any:
     return mse(trial, layers()), mse(trial, layers())
 
@@ -480,7 +448,6 @@ def steps_on_nothing(trial: Any) -> Any:
             lambda trial: mse(trial, layers(), clock_distance=0, max_grad_norm=1.0),
             "given with `clock_distance`",
         ),
-        (adam_without_flushes, "optimizer is Adam"),
         (twice, "only once"),
         (prepares_its_model, "after trial.pipeline"),
         (hooks_without_flushes, "'0.weight' has a hook"),

@@ -34,8 +34,6 @@ class CallHandler:
 
     Args:
         send: Sends an answer to the trial on a device.
-        in_process: The trial is in this process: it gets errors as they were raised, and nobody
-            else has to wait for a slow sampler.
     """
 
     def __init__(
@@ -43,11 +41,8 @@ class CallHandler:
         send: Callable[[int, Any], None],
         ledger: Ledger,
         retention: CheckpointRetention,
-        *,
-        in_process: bool = False,
     ) -> None:
         self._send = send
-        self._in_process = in_process
         self._ledger = ledger
         self._retention = retention
         self._told: set[str] = set()  # what remarks were about
@@ -109,7 +104,6 @@ class CallHandler:
             began = time.monotonic()
             self._answer(run, call, self._carried_out(run, call))
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
-            is_slow = is_slow and not self._in_process
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
 
@@ -118,17 +112,11 @@ class CallHandler:
         return (self._sampler,) if self._sampler is not None and self._sampler.is_busy else ()
 
     def go_on(self) -> bool:
-        """Answer the trial that the sampler has thought for, if so, and then those in line.
-
-        Raises:
-            StorageLostError: That was what the sampler met with.
-        """
+        """Answer the trial that the sampler has thought for, if so, and then those in line."""
         if self._sampler is None or not self._sampler.is_done:
             return False
         error = self._sampler.take()
         run, call = self._waiting.popleft()
-        if isinstance(error, StorageLostError):
-            raise error
         failed = None if error is None else call.reply(error=pack_error(error))
         self._answer(run, call, failed or self._carried_out(run, call))
         self._suggest()
@@ -171,6 +159,4 @@ class CallHandler:
         except StorageLostError:  # no matter of this trial's
             raise
         except Exception as error:
-            if self._in_process:
-                raise
             return call.reply(error=pack_error(error))

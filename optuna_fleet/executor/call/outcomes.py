@@ -13,7 +13,7 @@ from optuna_fleet.events import EpochEnded, Event, ProposalsExhausted, StartRoun
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.tally import Tally
-from optuna_fleet.executor.cluster.protocol import Options
+from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals

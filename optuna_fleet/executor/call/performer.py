@@ -102,8 +102,6 @@ class Performer:
             decision = EpochDecision.CHECKPOINT
         elif decision is EpochDecision.YIELD:
             parts.leaves(run)
-        if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):
-            parts.proposals.keep_record()
         stays = run.launch.devices[0] in answer.devices
         parts.calls.answer_epoch(run, AfterEpoch(decision, stays=stays))
 

@@ -140,7 +140,6 @@ class Receiver:
     def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
         self._runtime.prepare_groups()
         run.is_movable |= message.model.movable
-        self._parts.proposals.note_defined(run.launch.number)
         self._parts.call_log.defined(run.launch.number, message.model)
         message = self._parts.checks.note(run.launch.number, message)
         return [message, *self._parts.outcomes.propose(again=True)]

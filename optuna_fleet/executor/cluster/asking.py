@@ -1,83 +1,18 @@
-"""What an engine's threads find out, and its driver fetches; the thread that asks a scheduler."""
+"""The thread of an engine that asks a scheduler."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
 
-from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.engine import Departure, Engine, Readable
+from optuna_fleet.executor.cluster.engine import Engine, Inbox, begin
 from optuna_fleet.wire.invitation import Invitation
 
 _END_LIMIT_S = 5.0
 
 
-class News:
-    """Departures, in order. Told by any thread or signal handler: nothing here takes a lock."""
-
-    def __init__(self) -> None:
-        self._items: deque[Departure | LaunchError] = deque()
-        self._ours, self._theirs = socket.socketpair()
-        for sock in (self._ours, self._theirs):
-            sock.setblocking(False)
-
-    def tell(self, item: Departure | LaunchError) -> None:
-        """Say something; an error is the last."""
-        self._items.append(item)
-        with contextlib.suppress(OSError):  # full of wake-ups already, or closed
-            self._theirs.send(b"!")
-
-    def fetch(self) -> list[Departure]:
-        """What was told since the last time.
-
-        Raises:
-            LaunchError: That was told; it is raised again by each later call.
-        """
-        with contextlib.suppress(OSError):
-            while self._ours.recv(4096):
-                pass
-        departures: list[Departure] = []
-        while self._items:
-            match self._items[0]:
-                case Departure() as departure:
-                    departures.append(departure)
-                    self._items.popleft()
-                case LaunchError() as error:
-                    if departures:
-                        self._theirs.send(b"!")
-                        break
-                    raise error
-        return departures
-
-    def fileno(self) -> int:
-        """What is readable while there is something to fetch."""
-        return self._ours.fileno()
-
-    def close(self) -> None:
-        """There will be no more."""
-        self._ours.close()
-        self._theirs.close()
-
-
-class TellsNews(Engine):
-    """An engine whose threads find things out, and tell `news`, from `open` on."""
-
-    news: News
-
-    def gone(self) -> Sequence[Departure]:
-        """See `Engine`."""
-        return self.news.fetch()
-
-    def readables(self) -> Iterable[Readable]:
-        """See `Engine`."""
-        return [self.news]
-
-
-class AsksScheduler(TellsNews):
+class AsksScheduler(Engine):
     """An engine that looks at its scheduler now and then, and when woken.
 
     What begins with an underscore is for the engine that is made of it. `_look` and `_leave` are
@@ -89,6 +24,7 @@ class AsksScheduler(TellsNews):
         gap_s: Likewise, at least.
 
     Attributes:
+        _inbox: What is told of departures.
         _environment: What an agent has to be started with.
         _wanted: So many nodes would be used; None: as many as there are.
         _left_out: Nodes on which no agent is to be started any more.
@@ -105,7 +41,7 @@ class AsksScheduler(TellsNews):
 
     @abstractmethod
     def _look(self) -> None:
-        """Tell `news` what is new, place what is missing, end the agents of `_ends`.
+        """Tell the inbox what is new, place what is missing, end the agents of `_ends`.
 
         An exception is the end of placing agents.
         """
@@ -117,11 +53,11 @@ class AsksScheduler(TellsNews):
     def _leave(self) -> None:
         """End all agents; also after a `_prepare` that failed."""
 
-    def open(self, invitation: Invitation) -> None:
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
         if self._stuck is not None:
             self._stuck.join()  # what it still does is not to be mixed with what comes now
-        self.news, self._environment = News(), invitation.environment()
+        self._inbox, self._environment = inbox, invitation.environment()
         self._wanted: int | None = None
         self._left_out: set[str] = set()
         self._to_end: deque[str] = deque()
@@ -130,11 +66,8 @@ class AsksScheduler(TellsNews):
             self._prepare()
         except BaseException:
             self._leave()
-            self.news.close()
             raise
-        name = f"optuna-fleet-{self._name.lower()}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = begin(self._name, inbox, self._run)
 
     def _run(self) -> None:
         try:
@@ -143,8 +76,6 @@ class AsksScheduler(TellsNews):
                 self._look()
                 if not self._closed.wait(self._gap_s):
                     self._woken.wait(self._every_s)
-        except Exception as error:
-            self.news.tell(LaunchError(f"{self._name} can't place agents any more: {error}"))
         finally:
             self._leave()
 
@@ -171,7 +102,6 @@ class AsksScheduler(TellsNews):
             if thread.is_alive():
                 self._stuck = thread
                 self._is_stuck()
-            self.news.close()
 
     def _is_stuck(self) -> None:
         """The scheduler does not answer: what it runs may be left."""

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import cause_of_death
 from optuna_fleet.wire.invitation import Invitation
-
-
-class Readable(Protocol):
-    """Something a selector can wait for."""
-
-    def fileno(self) -> int:
-        """Its file descriptor."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """How agents reach the driver.
-
-    Attributes:
-        host: Address that it listens on; "" for all.
-        port: Port that it listens on; 0 for any that is free.
-        has_leases: Silence means that a node, or the driver, is gone: where nothing else tells.
-        more_may_join: Nodes come as they like: a trial waits for devices that are not there.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    has_leases: bool = False
-    more_may_join: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +39,37 @@ def agent_ended(node: str, exit_code: int, *, is_replaced: bool) -> Departure:
     return Departure(node=node, cause=cause, exit_code=exit_code, is_replaced=is_replaced)
 
 
+class Inbox(Protocol):
+    """Where a driver hears of departures, from any thread or signal handler."""
+
+    def put(self, event: Departure | LaunchError) -> None:
+        """Tell the driver; an error says that no agent can be placed, now or later."""
+        ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Places agents on nodes. An agent joins by itself, and ends when its channel closes.
 
-    Unless it says otherwise, an engine starts no agents that it knows of. Nothing here blocks for
-    longer than it takes to start or signal a process.
+    Nothing here blocks for longer than it takes to start or signal a process. An engine of your
+    own is derived from this one, and given to one executor as ``cluster=``.
+
+    Attributes:
+        host: Address that the driver listens on; "" for all.
+        port: Port that it listens on; 0 for any that is free.
+        has_leases: Silence means that a node, or the driver, is gone: where nothing else tells.
+        more_may_join: Nodes come as they like: a trial waits for devices that are not there.
     """
 
-    def open(self, invitation: Invitation) -> None:
+    host: str = ""
+    port: int = 0
+    has_leases: bool = True
+    more_may_join: bool = True
+
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """Begin to place agents that join this driver, on as many nodes as there are.
+
+        The inbox is told of each node that leaves or will, once.
 
         Raises:
             LaunchError: That is not possible.
@@ -79,29 +80,47 @@ class Engine(Protocol):
         """So many nodes would be used now; None: as many as there are. May be called often."""
         return
 
-    def expected(self) -> Iterable[str]:
+    def expected(self) -> Sequence[str]:
         """Names of the nodes whose agents were started, and have joined or should soon."""
         return ()
 
-    def gone(self) -> Sequence[Departure]:
-        """What is known of nodes that have left or will, each told once.
-
-        Raises:
-            LaunchError: No agent can be placed, now or later.
-        """
-        return ()
-
-    def readables(self) -> Iterable[Readable]:
-        """What becomes readable when `gone` has news."""
-        return ()
-
     def end(self, node: str, *, for_good: bool = False) -> None:
-        """End the agent of a node that was lost, if it is in reach; `gone` tells when it has.
+        """End the agent of a node that was lost, if it is in reach; the inbox tells when it has.
 
         No other is started there, if it is `for_good`: none would work.
         """
-        ...
+        return
 
     def close(self) -> None:
         """End all agents that were placed, and forget them. May be called again."""
         ...
+
+
+class Cluster(ABC):
+    """The nodes that an engine is to be made for, described: several executors may use it."""
+
+    @abstractmethod
+    def engine(self, options: Options) -> Engine:
+        """Make what places agents there; it starts nothing before it is opened.
+
+        Raises:
+            FleetConfigError: The devices asked for do not exist.
+        """
+
+
+def begin(name: str, inbox: Inbox, work: Callable[[], None]) -> threading.Thread:
+    """Do an engine's work on a thread; what it raises is the end of placing agents, and is told.
+
+    The name is that of what is asked for agents, to begin a sentence with.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            kind = "" if isinstance(error, LaunchError) else f"{type(error).__name__}: "
+            inbox.put(LaunchError(f"{name} can't place agents any more: {kind}{error}"))
+
+    thread = threading.Thread(target=run, name=f"optuna-fleet-{name.lower()}", daemon=True)
+    thread.start()
+    return thread

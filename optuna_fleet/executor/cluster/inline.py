@@ -3,107 +3,103 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.events import DataRequested, Ending, EpochDecision, Launch
-from optuna_fleet.executor.call.call_handler import CallHandler
-from optuna_fleet.executor.call.call_log import CallLog
-from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.events import Ending, EpochDecision
 from optuna_fleet.executor.call.outcomes import EpochEvaluator
-from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.tally import DeviceLog
-from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.executor.given import Options
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.records import Flight
-from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.calls import AfterEpoch, RankCall, Reply
-from optuna_fleet.wire.messages import Ended, Remark, RunTrial, Usage
+from optuna_fleet.wire.calls import AfterEpoch, Call, EndEpoch, RankCall, Report, ShouldPrune
+from optuna_fleet.wire.messages import Remark, RunTrial, Usage
 
 _DEVICE = Device(index=0, node=0, kind="cpu", node_name="inline")
 
 
-class InlineCluster:
-    """One CPU device, in the process that makes the call; no other device is looked for."""
-
-    def new_runner(self, options: Options) -> Runner:
-        """See `Cluster`."""
-        return InlineRunner(options)
-
-
 class InlineRunner:
-    """A `Runner` without processes: it has nothing to place, so it runs calls by itself."""
+    """Runs calls on one CPU device, in the process that makes them; it looks for no other."""
 
     makes_checkpoints = False
+    summary = None
 
     def __init__(self, options: Options) -> None:
-        self.summary: FleetSummary | None = None
         self._options = options
         self._is_set_up = options.setup is None
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
-        """See `Runner`; a failure is raised as it was in the objective."""
-        options, replies = self._options, deque[Reply]()
-        if options.setup is not None and not self._is_set_up:
-            options.setup()
+        """Run trials until `loop` proposes no more; a failure is raised as in the objective."""
+        if self._options.setup is not None and not self._is_set_up:
+            self._options.setup()
             self._is_set_up = True
-        keeps_none = CheckpointRetention(loop.study, StudyFolder(Path(), ""), num_kept=0)
-        calls = CallHandler(
-            lambda _, reply: replies.append(reply), loop.ledger, keeps_none, in_process=True
-        )
-        evaluator = EpochEvaluator(options, loop.ledger, maximize=loop.maximize)
-        with _recorded(loop) as log:
+        devices, told = DeviceLog(loop.ledger.records.devices), set[str]()
+        devices.begin([_DEVICE], time.time())
+        try:
             while (number := loop.proposals.ask()) is not None:
-                trial_id = compat.id_of(loop.proposals[number])
-                run = _order(number, trial_id, options.seed, loop)
-                session = _InlineSession(run, calls, evaluator, replies, loop, log)
-                value, error = None, None
-                try:
-                    value = _run(func, session, options.pipeline)
-                except BaseException as raised:  # `sys.exit()`, say: it has ended all the same
-                    error = raised
-                loop.ledger.records.flight(number, session.flight(error))
-                log.done(number)
-                loop.ledger.settle(number, value, error)
+                self._run_trial(number, loop, func, told)
+        finally:
+            devices.end(time.time())
+
+    def _run_trial(
+        self, number: int, loop: Loop, func: Callable[[Any], Any], told: set[str]
+    ) -> None:
+        session = _InlineSession(_order(number, self._options.seed, loop), loop, told)
+        session.evaluator = EpochEvaluator(self._options, loop.ledger, maximize=loop.maximize)
+        value, error, start = None, None, time.time()
+        try:
+            value = self._called(func, session)
+        except BaseException as raised:  # `sys.exit()`, say: it has ended all the same
+            error = raised
+        flight = Flight(
+            devices=(_DEVICE.index,),
+            start=start,
+            end=time.time(),
+            round=1,
+            ending=(Ending.RETURNED if error is None else Ending.RAISED).value,
+            probing_s=0.0,
+            profiling_s=0.0,
+            data_wait_s=session.usage.data_wait_s,
+        )
+        loop.ledger.records.flight(number, flight)
+        loop.ledger.settle(number, value, error)
+
+    def _called(self, func: Callable[[Any], Any], session: _InlineSession) -> Any:
+        training: Any = None
+
+        def open_training() -> Any:
+            nonlocal training
+            if training is None:
+                from optuna_fleet.trainer.training import Training  # imports torch
+
+                pipeline = self._options.pipeline
+                training = Training(session, pipeline.inline() if pipeline else None, "cpu")
+            return training
+
+        seed_run(session.run.seed, session.run.number)
+        with _torch_set_up(session.run):
+            try:
+                return func(FleetTrial(session, open_training))
+            finally:
+                if training is not None:
+                    session.usage = training.end(alone=False)
 
     def close(self) -> None:
-        """See `Runner`."""
+        """There is nothing to end."""
 
 
-@contextmanager
-def _recorded(loop: Loop) -> Iterator[CallLog]:
-    """The call's record, for those who watch it."""
-    log, devices = CallLog.of(loop.ledger, loop.proposals), DeviceLog(loop.ledger.records.devices)
-    devices.begin([_DEVICE], time.time())
-    ending = "failed"
-    try:
-        yield log
-        ending = "done"
-    except KeyboardInterrupt:
-        ending = "interrupted"
-        raise
-    finally:
-        log.end(ending, loop.proposals.num_asked)
-        devices.end(time.time())
-
-
-def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:
+def _order(number: int, seed: int, loop: Loop) -> RunTrial:
     return RunTrial(
         run_id=number,
         number=number,
-        trial_id=trial_id,
+        trial_id=compat.id_of(loop.proposals[number]),
         rank=0,
         world_size=1,
         seed=seed,
@@ -114,28 +110,6 @@ def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:
         gc_after_trial=loop.gc_after_trial,
         maximize=loop.maximize,
     )
-
-
-def _run(
-    func: Callable[[Any], Any], session: _InlineSession, pipeline: SharedPipeline | None
-) -> Any:
-    training: Any = None
-
-    def open_training() -> Any:
-        nonlocal training
-        if training is None:
-            from optuna_fleet.trainer.training import Training  # imports torch
-
-            training = Training(session, pipeline.inline() if pipeline else None, "cpu")
-        return training
-
-    seed_run(session.run.seed, session.run.number)
-    with _torch_set_up(session.run):
-        try:
-            return func(FleetTrial(session, open_training))
-        finally:
-            if training is not None:
-                session.usage = training.end(alone=False)
 
 
 @contextmanager
@@ -156,69 +130,38 @@ def _torch_set_up(run: RunTrial) -> Iterator[None]:
 
 
 class _InlineSession(Session):
-    """A session whose driver is the same process: what it says is answered before it goes on.
+    """Asks the study itself, which is in this process.
 
     Attributes:
+        evaluator: Says whether the trial has converged.
         usage: Where its time went, once it has ended.
     """
 
-    def __init__(
-        self,
-        run: RunTrial,
-        calls: CallHandler,
-        evaluator: EpochEvaluator,
-        replies: deque[Reply],
-        loop: Loop,
-        log: CallLog,
-    ) -> None:
+    evaluator: EpochEvaluator
+
+    def __init__(self, run: RunTrial, loop: Loop, told: set[str]) -> None:
         super().__init__(None, run)
-        number = run.number
-        launch = Launch(
-            run_id=number, number=number, devices=(0,), probe=False, measure=False, round=1
-        )
         self.usage = Usage()
-        self._record = RunRecord(launch=launch, start=time.time(), calls=RunCalls(world_size=1))
-        self._calls = calls
-        self._evaluator = evaluator
-        self._replies = replies
-        self._proposals = loop.proposals
-        self._log = log
-        log.launched(launch, self._record.start)
+        self._loop, self._told = loop, told
+
+    def ask(self, kind: type[RankCall], **fields: Any) -> Any:
+        """See `Session`: an error is raised as it was where it came from."""
+        number, ledger = self.run.number, self._loop.ledger
+        with self._lock:
+            match kind(run_id=number, index=0, rank=0, **fields):
+                case Report() as report:
+                    ledger.report(number, report.value, report.step)
+                case ShouldPrune() as asked:
+                    return ledger.should_prune(number, asked.last_step)
+                case EndEpoch() as ended:
+                    is_over = self.evaluator.has_converged(number, ended.last_step)
+                    return AfterEpoch(EpochDecision.STOP if is_over else EpochDecision.GO)
+                case Call() as call:
+                    return ledger.carry_out(number, call)
+        return None
 
     def send(self, message: Any) -> None:
-        """Have it answered at once, and see whether it is time for a record."""
-        if isinstance(message, DataRequested):
-            self._proposals.note_defined(self.run.number)
-            self._log.defined(self.run.number, message.model)
-        if isinstance(message, RankCall | Remark):
-            self._take(message)
-        if self._log.is_due:
-            number = self.run.number
-            self._log.note([number], [number], self._proposals.num_asked)
-
-    def _take(self, message: RankCall | Remark) -> None:
-        number = self.run.number
-        if (ended := self._calls.take(self._record, message)) is not None:
-            self._log.epoch_ended(number, ended.epoch + 1)
-            has_converged = self._evaluator.has_converged(number, ended.last_step)
-            decision = EpochDecision.STOP if has_converged else EpochDecision.GO
-            self._calls.answer_epoch(self._record, AfterEpoch(decision))
-
-    def flight(self, error: BaseException | None) -> Flight:
-        """The record of its run, which has ended."""
-        self._record.end_rank(
-            Ended(
-                run_id=self.run.run_id,
-                rank=0,
-                device=_DEVICE.index,
-                time_s=time.monotonic(),
-                ending=Ending.RETURNED if error is None else Ending.RAISED,
-                usage=self.usage,
-            )
-        )
-        return self._record.flight(end=time.time())
-
-    def _await_reply(self, index: int) -> Reply:
-        while (reply := self._replies.popleft()).index != index:
-            pass  # nobody has waited for it
-        return reply
+        """See `Session`."""
+        if isinstance(message, Remark) and not self._told.issuperset(message.keys or ("",)):
+            self._told.update(message.keys)
+            compat.fleet_logger.warning(f"Trial {self.run.number}: {message.text}")

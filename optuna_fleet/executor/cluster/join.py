@@ -9,15 +9,14 @@ from pathlib import Path
 
 from optuna_fleet.arguments import check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.engine import Engine, Network
-from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.cluster.engine import Cluster, Engine, Inbox
+from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.invitation import Invitation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinCluster:
+class JoinCluster(Cluster):
     """Whatever joins by ``optuna-fleet agent --join``, at any time, and for as long as it likes.
 
     Args:
@@ -39,25 +38,26 @@ class JoinCluster:
         check_that("host", self.host, is_a(str), "be an address of this machine, or ''")
         check_number("port", self.port, least=0, most=65535, whole=True)
 
-    def new_runner(self, options: Options) -> Runner:
+    def engine(self, options: Options) -> Engine:
         """See `Cluster`."""
         if options.devices is not None or options.device_type is not None:
             raise FleetConfigError(
                 "With JoinCluster each node says what it offers: give `--devices` and "
                 "`--device-type` to `optuna-fleet agent`, not to the FleetExecutor."
             )
-        network = Network(host=self.host, port=self.port, has_leases=True, more_may_join=True)
-        return FleetRunner(options, JoinEngine(Path(self.file)), network)
+        engine = JoinEngine(Path(self.file))
+        engine.host, engine.port = self.host, self.port
+        return engine
 
 
 class JoinEngine(Engine):
-    """Places nothing: it only writes down how to join."""
+    """Places nothing: it only writes down how to join. Agents end as they hear nothing more."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._invitation: Invitation | None = None
 
-    def open(self, invitation: Invitation) -> None:
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
         if self._file.exists():
             fleet_logger.warning(
@@ -69,9 +69,6 @@ class JoinEngine(Engine):
         fleet_logger.info(
             f"Nodes may join now: run `optuna-fleet agent --join {self._file.absolute()}` on each."
         )
-
-    def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`: it ends by itself, as it hears nothing more."""
 
     def close(self) -> None:
         """See `Engine`."""

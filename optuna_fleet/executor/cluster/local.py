@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import select
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +17,8 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.cluster.engine import (
-    Departure,
-    Engine,
-    Network,
-    Readable,
-    agent_ended,
-)
-from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.cluster.engine import Cluster, Engine, Inbox, agent_ended, begin
+from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.wire.invitation import Invitation
@@ -39,7 +35,7 @@ class AgentProcess(ModuleProcess):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCluster:
+class LocalCluster(Cluster):
     """The devices of this machine.
 
     Args:
@@ -67,7 +63,7 @@ class LocalCluster:
         is_list = isinstance(kinds, list | tuple) and len(kinds) == self.nodes
         return is_list and all(isinstance(kind, str) and kind for kind in kinds)
 
-    def new_runner(self, options: Options) -> Runner:
+    def engine(self, options: Options) -> Engine:
         """See `Cluster`."""
         if not hasattr(os, "pidfd_open"):
             raise FleetConfigError(
@@ -77,28 +73,35 @@ class LocalCluster:
         devices = find_fleet(options.devices, options.device_type, self.slots_per_device).devices
         cores = max(1, cpu_count() // self.nodes)
         left = cores - cores_set_aside(options.pipeline, devices, cores)
-        engine = LocalEngine(self, options, cores=cores, threads=max(1, left // len(devices)))
-        return FleetRunner(options, engine, Network(has_leases=self.nodes > 1))
+        return LocalEngine(self, options, cores=cores, threads=max(1, left // len(devices)))
 
 
 class LocalEngine(Engine):
     """Starts the agents of a `LocalCluster`, and another one where one has ended."""
 
+    host = "127.0.0.1"
+    more_may_join = False
+
     def __init__(self, cluster: LocalCluster, options: Options, cores: int, threads: int) -> None:
+        self.has_leases = cluster.nodes > 1
         self._cluster = cluster
         kinds: Sequence[str | None] = cluster.kinds or [None] * cluster.nodes
         self._kinds = {f"local-{number}": kind for number, kind in enumerate(kinds)}
         self._options = options
         self._cores = cores
         self._threads = threads
-        self.agents: dict[str, AgentProcess] = {}
+        self._lock = threading.Lock()  # of the next, and of what they say
+        self._agents: dict[str, AgentProcess] = {}
+        self._watchers: list[threading.Thread] = []
 
-    def open(self, invitation: Invitation) -> None:
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
-        self._invitation = invitation
+        self._invitation, self._inbox = invitation, inbox
         try:
             for node in self._kinds:
                 self._start(node)
+                watch = functools.partial(self._watch, node)
+                self._watchers.append(begin("This machine", inbox, watch))
         except BaseException:
             self.close()
             raise
@@ -113,36 +116,44 @@ class LocalEngine(Engine):
             kind=self._kinds[node],
             cores=self._cores,
         )
-        self.agents[node] = AgentProcess(given, self._threads)
+        self._agents[node] = AgentProcess(given, self._threads)
 
-    def expected(self) -> Iterable[str]:
-        """See `Engine`."""
-        return self.agents
+    def _watch(self, node: str) -> None:
+        """Start another agent on a node whenever one has ended, while one is wanted there."""
+        while True:
+            with self._lock:
+                if (process := self._agents.get(node)) is None:
+                    return
+                pidfd = os.dup(process.fileno())  # which is closed where it is ended
+            ended = select.poll()
+            ended.register(pidfd, select.POLLIN)
+            ended.poll()
+            os.close(pidfd)
+            with self._lock:
+                if self._agents.get(node) is process:
+                    process.close()
+                    self._start(node)
+                    code = process.exit_code or 0
+                    self._inbox.put(agent_ended(node, code, is_replaced=True))
 
-    def gone(self) -> Sequence[Departure]:
+    def expected(self) -> Sequence[str]:
         """See `Engine`."""
-        ended = [(n, p, p.exit_code) for n, p in self.agents.items() if not p.is_alive()]
-        departures = []
-        for node, process, code in ended:
-            process.close()
-            self._start(node)
-            departures.append(agent_ended(node, code or 0, is_replaced=True))
-        return departures
-
-    def readables(self) -> Iterable[Readable]:
-        """See `Engine`."""
-        return self.agents.values()
+        return tuple(self._agents)
 
     def end(self, node: str, *, for_good: bool = False) -> None:
         """See `Engine`."""
-        if for_good and node in self.agents:
-            self.agents.pop(node).kill()
-        process = self.agents.get(node)
-        if process is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+        with self._lock:
+            process = self._agents.pop(node, None) if for_good else self._agents.get(node)
+            if process is not None and for_good:
+                process.kill()
+            elif process is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """See `Engine`."""
-        while self.agents:
-            _, process = self.agents.popitem()
+        with self._lock:
+            agents, self._agents = self._agents, {}
+        for process in agents.values():
             process.close()
+        while self._watchers:
+            self._watchers.pop().join()

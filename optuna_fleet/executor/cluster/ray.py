@@ -6,7 +6,7 @@ import importlib
 import logging
 import operator
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,14 @@ from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.agent.placed import Placed
 from optuna_fleet.executor.cluster.asking import AsksScheduler
-from optuna_fleet.executor.cluster.engine import Departure, Network, agent_ended
-from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, agent_ended
+from optuna_fleet.executor.given import Options
 
 _LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayCluster:
+class RayCluster(Cluster):
     """The nodes of a Ray cluster, also those that are added while trials run.
 
     An actor reserves on each node what its trials use, so that Ray gives it to nobody else. The
@@ -56,7 +55,7 @@ class RayCluster:
             check_number(name, getattr(self, name), least=1, whole=True, optional=is_optional)
         ray_module()
 
-    def new_runner(self, options: Options) -> Runner:
+    def engine(self, options: Options) -> Engine:
         """See `Cluster`."""
         if options.devices is not None:
             raise FleetConfigError(
@@ -64,8 +63,7 @@ class RayCluster:
                 "cpus_per_node to RayCluster, not devices to the FleetExecutor."
             )
         agent = ("-m", "optuna_fleet", "agent", f"--slots-per-device={self.slots_per_device}")
-        engine = RayEngine(self, agent, options.device_type)
-        return FleetRunner(options, engine, Network(host="", has_leases=True, more_may_join=True))
+        return RayEngine(self, agent, options.device_type)
 
 
 def ray_module() -> Any:
@@ -94,7 +92,7 @@ class RayEngine(AsksScheduler):
         self._actors: dict[str, tuple[Any, Future[int]]] = {}  # and their ends
         self._ray = ray_module()
 
-    def expected(self) -> Iterable[str]:
+    def expected(self) -> Sequence[str]:
         """See `Engine`."""
         return tuple(self._actors)
 
@@ -130,9 +128,9 @@ class RayEngine(AsksScheduler):
                 why = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
                 did_not_die = isinstance(error, self._ray.exceptions.RayTaskError)
                 code = None if did_not_die else -signal.SIGKILL  # an agent dies with its actor
-                self.news.tell(Departure(node=name, cause=why, exit_code=code, is_replaced=again))
+                self._inbox.put(Departure(node=name, cause=why, exit_code=code, is_replaced=again))
             else:
-                self.news.tell(agent_ended(name, end.result(), is_replaced=again))
+                self._inbox.put(agent_ended(name, end.result(), is_replaced=again))
 
     def _place(self) -> None:
         if not self._ray.is_initialized():  # then it would start another cluster to look at

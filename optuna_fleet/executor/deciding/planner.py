@@ -156,26 +156,40 @@ class Planner:
         """Ask for a plan, if there is reason to."""
         if not self.has_news:
             return []
-        candidates, instructions = self._candidates(), self._go_on()
+        candidates = self._candidates()
+        instructions = self._go_on(candidates)
         if self._should_decide(candidates):
             instructions += self._decide(candidates)
         return instructions
 
-    def _go_on(self) -> list[Instruction]:
-        """Who rests goes on if no plan may move it, because of a check."""
-        trials = self._roster.trials
+    def _go_on(self, candidates: list[Trial]) -> list[Instruction]:
+        """Who rests goes on if no plan may move it, because of a check, or has a choice."""
+        trials, has_choice = self._roster.trials, self._has_choice(candidates)
         resting = [run for run in self._roster.runs.values() if run.stage is Stage.AT_REST]
-        staying = [run for run in resting if not self._clearance.may_move(trials[run.number])]
+        staying = [
+            run
+            for run in resting
+            if not has_choice or not self._clearance.may_move(trials[run.number])
+        ]
         return [instruction for run in staying for instruction in self._stay(run)]
+
+    def _has_choice(self, candidates: list[Trial]) -> bool:
+        """Whether plans could differ: not by one trial on its fewest devices if none is free.
+
+        So a sweep of as many trials as devices needs no plan at the end of each epoch.
+        """
+        movable = [trial for trial in candidates if self._problems.is_movable(trial)]
+        if len(movable) != 1 or self._roster.has_free():
+            return bool(movable)
+        run, model = movable[0].run, movable[0].model
+        return run is None or model is None or len(run.devices) > model.min_devices
 
     def _should_decide(self, candidates: list[Trial]) -> bool:
         roster = self._roster
         if not candidates or not self._problems.usable(candidates):
             return False
         if self._policy.paradigm == "elastic":
-            return not roster.is_clearing() and any(
-                self._problems.is_movable(trial) for trial in candidates
-            )
+            return not roster.is_clearing() and self._has_choice(candidates)
         waiting = any(map(self.may_start, roster.waiting()))
         if self.round > 0 and waiting and roster.has_free():
             return True

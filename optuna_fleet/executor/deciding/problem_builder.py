@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Plan
-from optuna_fleet.alloc.streams import demand, group_widths
+from optuna_fleet.alloc.streams import demand
 from optuna_fleet.events import Model
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.presence import Presence
@@ -231,8 +231,8 @@ def _limited(problem: AllocationProblem, measured: float) -> AllocationProblem:
     as few devices as possible.
     """
     limited = replace(problem, preprocess_samples_per_s=measured)
-    widths = {c.number: _least(problem, c) for c in problem.candidates}
-    limit = max(measured, demand(limited, group_widths(limited, widths)))
+    rates = {c.number: c.rate(_least(problem, c)) for c in problem.candidates}
+    limit = max(measured, demand(limited, rates))
     if limit >= sum(max(c.rates) for c in problem.candidates):
         return problem
     return replace(problem, preprocess_samples_per_s=limit)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import NodeSetup, machine
-from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
+from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.executor.fleet.departures import Departures
 from optuna_fleet.executor.fleet.faults import DeviceFaults
 from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes, Startup
 from optuna_fleet.resources import Device
@@ -45,6 +46,7 @@ class Agents:
     """The agents of one executor.
 
     Args:
+        departures: What the engine tells.
         faults: Says what is left out.
         set_up: What a node is told that joins with these devices.
         start_s: Seconds that a process has to become ready; None for no limit.
@@ -57,20 +59,20 @@ class Agents:
     def __init__(
         self,
         engine: Engine,
+        departures: Departures,
         connections: Connections,
-        network: Network,
         faults: DeviceFaults,
         set_up: Callable[[AgentJoining, tuple[Device, ...]], NodeSetup],
         *,
         start_s: float | None,
     ) -> None:
-        self.nodes = Nodes(LEASE_S if network.has_leases else None)
+        self.nodes = Nodes(LEASE_S if engine.has_leases else None)
         self.devices: dict[int, Device] = {}
         self.startup = Startup(start_s)
         self.clock = time.monotonic
         self._engine = engine
+        self._departures = departures
         self._connections = connections
-        self._network = network
         self._set_up = set_up
         self._faults = faults
         self._failed_starts: Counter[str] = Counter()
@@ -81,20 +83,16 @@ class Agents:
         self._failures: dict[str, str] = {}  # of agents, as they told them with their last words
         self._notices: dict[str, Departure] = {}
         self._wanted: int | None = None
-        engine.open(connections.invitation)
-        if network.has_leases:
+        engine.open(connections.invitation, departures)
+        if engine.has_leases:
             connections.give_signs()
         for name in engine.expected():
             self._await(name)
 
-    def readables(self) -> Iterable[Readable]:
-        """What becomes readable when `lost` has news."""
-        return self._engine.readables()
-
     @property
     def awaits_nodes(self) -> bool:
         """Whether nodes may join that were never there."""
-        return self._network.more_may_join or self.are_starting
+        return self._engine.more_may_join or self.are_starting
 
     @property
     def are_starting(self) -> bool:
@@ -181,7 +179,7 @@ class Agents:
 
     def _namesake_joining(self, joining: AgentJoining) -> None:
         """The one that is there may be frozen or cut off: its lease tells."""
-        if not self._network.has_leases:
+        if not self._engine.has_leases:
             self._refuse(joining, _NAMESAKE.format(name=joining.node))
             return
         self._namesakes[joining.agent] = joining, self.clock()
@@ -217,7 +215,7 @@ class Agents:
             LaunchError: No agent can work on the last node: it ended before any trainer was
                 ready, by itself, or was killed several times in a row.
         """
-        for departure in self._engine.gone():
+        for departure in self._departures.take():
             if departure.by is not None:
                 self._notices[departure.node] = departure
                 continue

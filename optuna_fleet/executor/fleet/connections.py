@@ -6,7 +6,6 @@ import contextlib
 import math
 import queue
 import resource
-import secrets
 import select
 import selectors
 import socket
@@ -14,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optuna_fleet.executor.cluster.engine import Readable
-from optuna_fleet.executor.fleet.addresses import is_loopback, own_addresses
+from optuna_fleet.executor.fleet.addresses import own_addresses
+from optuna_fleet.executor.fleet.departures import Readable
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.invitation import SECRET_BYTES, Invitation
+from optuna_fleet.wire.credentials import make_credentials
+from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
@@ -29,7 +29,6 @@ from optuna_fleet.wire.node_messages import (
     SignOfLife,
     TrainerExited,
 )
-from optuna_fleet.wire.tls import make_certificate
 from optuna_fleet.wire.transfer import OpenTransfer
 
 _ALL = ("", "*", "0.0.0.0", "::")
@@ -42,11 +41,10 @@ class Connections:
     It never waits for one of them: not for the rest of a message, nor until one takes a message.
 
     Args:
-        host: Address to listen on; None for all. Beyond loopback there is TLS.
+        host: Address to listen on; None for all.
         port: To listen on; 0 for any that is free.
 
     Attributes:
-        secret: What agents and trainers must know.
         agents: Channels by incarnation.
         trainers: Channels by process: a device's next trainer is another one.
         on_transfer: Is given the connections that carry checkpoints.
@@ -54,9 +52,8 @@ class Connections:
 
     def __init__(self, host: str | None = "127.0.0.1", port: int = 0) -> None:
         _allow_descriptors()
-        self.secret = secrets.token_bytes(SECRET_BYTES)
         host = None if host in _ALL else host
-        certificate = None if is_loopback(host) else make_certificate()
+        credentials = make_credentials()
         self.trainers: dict[ProcessId, Channel] = {}
         self.agents: dict[str, Channel] = {}
         self._of_agents: set[Channel] = set()
@@ -70,18 +67,14 @@ class Connections:
         self._waker.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         try:
-            self._listener = Listener(
-                host, self.secret, self._note, self._note, port=port, certificate=certificate
-            )
+            self._listener = Listener(host, credentials, self._note, self._note, port=port)
         except BaseException:
             self._close_own()
             raise
         self.host, self.port = self._listener.host, self._listener.port
         hosts = own_addresses() if host is None else (host,)
         self.invitation = Invitation(
-            addresses=tuple((one, self.port) for one in hosts),
-            secret=self.secret,
-            fingerprint=certificate.fingerprint if certificate else None,
+            addresses=tuple((one, self.port) for one in hosts), credentials=credentials
         )
 
     def _note(self, news: Channel | str) -> None:  # on the listener's thread

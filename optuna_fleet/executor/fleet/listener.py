@@ -1,51 +1,39 @@
-"""Where agents and trainers knock: lets in who knows the sweep's secret, and nobody else.
+"""Where agents and trainers knock: lets in who has the sweep's certificate, and nobody else.
 
 One thread, however many strangers come. What a stranger gets of this process is a descriptor for
-a while, and the few bytes of the handshake; there is no length for it to lie about. Beyond
-loopback TLS comes first, of which it gets the handshake's memory for that while.
+a while, and the memory of a handshake, for which OpenSSL has a limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
-import os
 import selectors
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.wire.channel import (
-    HANDSHAKE_LIMIT_S,
-    HELLO,
-    NONCE_BYTES,
-    TLS_ONLY,
-    Channel,
-    derived,
-)
+from optuna_fleet.wire.channel import HANDSHAKE_LIMIT_S, HELLO, Channel
+from optuna_fleet.wire.credentials import tls_context
 from optuna_fleet.wire.invitation import join_address
-from optuna_fleet.wire.tls import Certificate, TlsSocket
 
-_ANSWER_BYTES = len(HELLO) + NONCE_BYTES + 32
 _BACKLOG = 1024
 _MAX_APPLICANTS = 128
 _TURN_S = 0.5  # no applicant makes room for another one before this
 _QUIET_S = 60.0
 _RETRY_S = 0.1
+_NO_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE")
 
 
 @dataclass(slots=True, eq=False)
 class _Applicant:
-    sock: socket.socket
+    sock: ssl.SSLSocket
     address: str
     deadline: float
-    nonce: bytes = field(default_factory=lambda: os.urandom(NONCE_BYTES), repr=False)
-    answer: bytes = b""
 
 
 class Listener:
@@ -55,7 +43,6 @@ class Listener:
         host: Address to bind; None for all.
         on_connect: Called on a background thread with each authenticated channel.
         on_refusal: Called there with a sentence when strangers came; at most once a minute.
-        certificate: What is shown to clients; None if there is no TLS.
 
     Raises:
         FleetConfigError: The address can't be bound.
@@ -64,14 +51,13 @@ class Listener:
     def __init__(
         self,
         host: str | None,
-        secret: bytes,
+        credentials: bytes,
         on_connect: Callable[[Channel], None],
         on_refusal: Callable[[str], None] = lambda text: None,
         *,
         port: int = 0,
-        certificate: Certificate | None = None,
     ) -> None:
-        self._secret = secret
+        self._context = tls_context(credentials, is_server=True)
         self._on_connect = on_connect
         self._on_refusal = on_refusal
         self._closed = threading.Event()
@@ -80,7 +66,6 @@ class Listener:
         self._num_refused = 0
         self._refused = ""
         self._quiet_until = 0.0
-        self._certificate = certificate
         self._socket = _bound(host, port)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
@@ -149,76 +134,42 @@ class Listener:
             return
         if len(self._applicants) >= _MAX_APPLICANTS:
             self._refuse(self._applicants[0], "was one of too many at once")
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._certificate is not None:
-            sock = TlsSocket(sock, self._certificate.context)
-        applicant = _Applicant(
-            sock=sock,
-            address=join_address(address[0].removeprefix("::ffff:"), address[1]),
-            deadline=time.monotonic() + HANDSHAKE_LIMIT_S,
-        )
+        self._welcome(sock, join_address(address[0].removeprefix("::ffff:"), address[1]))
+
+    def _welcome(self, sock: socket.socket, address: str) -> None:
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tls = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError:
+            sock.close()
+            self._note_refusal(f"{address} hung up before it had proved itself")
+            return
+        deadline = time.monotonic() + HANDSHAKE_LIMIT_S
+        applicant = _Applicant(sock=tls, address=address, deadline=deadline)
         self._applicants.append(applicant)
-        self._selector.register(sock, selectors.EVENT_READ, applicant)
-        if not isinstance(sock, TlsSocket):
-            self._say(applicant, HELLO + applicant.nonce)
+        self._selector.register(tls, selectors.EVENT_READ, applicant)
 
     def _hear(self, applicant: _Applicant) -> None:
-        sock = applicant.sock
         try:
-            if isinstance(sock, TlsSocket) and not sock.has_shaken_hands:
-                self._shake_hands(applicant, sock)
-                return
-            heard = sock.recv(_ANSWER_BYTES - len(applicant.answer))
-        except BlockingIOError:
-            return  # a part of a record
-        except OSError:
-            heard = b""
-        applicant.answer += heard
-        if not heard:
-            self._refuse(applicant, "hung up before it had proved itself")
-        elif applicant.answer[: len(HELLO)] != HELLO[: len(applicant.answer)]:
-            self._refuse(applicant, "does not speak this protocol")
-        elif len(applicant.answer) == _ANSWER_BYTES:
-            self._check_proof(applicant)
-
-    def _shake_hands(self, applicant: _Applicant, sock: TlsSocket) -> None:
-        try:
-            sock.shake_hands()
-        except ssl.SSLError:
-            with contextlib.suppress(OSError):
-                socket.socket.send(sock, TLS_ONLY)
-            self._refuse(applicant, "does not speak TLS 1.3")
-        else:
-            if sock.has_shaken_hands:
-                self._say(applicant, HELLO + applicant.nonce)
-
-    def _check_proof(self, applicant: _Applicant) -> None:
-        server, answer = applicant.nonce, applicant.answer[len(HELLO) :]
-        client, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, derived(self._secret, b"client", client, server)):
-            self._say(applicant, bytes(len(proof)))  # it may be a client that got the wrong port
-            self._refuse(applicant, "does not know this sweep's secret")
+            applicant.sock.do_handshake()
+            channel = Channel(applicant.sock)
+            channel.post_bytes(HELLO)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return  # the rest has not come
+        except OSError as error:
+            self._refuse(applicant, _what_it_did(error))
             return
-        self._say(applicant, derived(self._secret, b"server", client, server))
         self._forget(applicant)
-        self._on_connect(
-            Channel(
-                applicant.sock,
-                outgoing=derived(self._secret, b"from server", client, server),
-                incoming=derived(self._secret, b"from client", client, server),
-            )
-        )
-
-    def _say(self, applicant: _Applicant, words: bytes) -> None:
-        with contextlib.suppress(OSError):  # if it is gone, that will be heard
-            applicant.sock.send(words)
+        self._on_connect(channel)
 
     def _refuse(self, applicant: _Applicant, why: str) -> None:
         self._forget(applicant)
         applicant.sock.close()
-        self._num_refused += 1
-        self._refused = f"{applicant.address} {why}"
+        self._note_refusal(f"{applicant.address} {why}")
+
+    def _note_refusal(self, text: str) -> None:
+        self._num_refused, self._refused = self._num_refused + 1, text
 
     def _forget(self, applicant: _Applicant) -> None:
         self._applicants.remove(applicant)
@@ -231,6 +182,14 @@ class Listener:
             f"A stranger was refused on the control channel: {self._refused}{others}. The sweep "
             f"goes on; further ones are reported after {_QUIET_S:g} s."
         )
+
+
+def _what_it_did(error: OSError) -> str:
+    if getattr(error, "reason", None) in _NO_CERTIFICATE:
+        return "does not have this sweep's certificate"
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return "does not speak TLS 1.3"
+    return "hung up before it had proved itself"
 
 
 def _bound(host: str | None, port: int) -> socket.socket:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -18,9 +18,10 @@ from optuna_fleet.checkpoints.store import private_folder, remove_all
 from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
-from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
+from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.executor.fleet.departures import Departures, Readable
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
 from optuna_fleet.executor.fleet.nodes import Node, Nodes
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
@@ -68,7 +69,6 @@ class Runtime:
         allocator: IsolatedAllocator,
         checkpoint_dir: Path | None,
         limits: Limits,
-        network: Network,
         setups: NodeSetups,
     ) -> None:
         self.allocator = allocator
@@ -80,21 +80,24 @@ class Runtime:
         self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
+        self._secret = secrets.token_hex()
         self.reports = PipelineReports()
-        self.connections = Connections(network.host, network.port)
+        self.connections = Connections(engine.host, engine.port)
         self._setups = setups
         if not self._keeps_checkpoints:
             setups.private_folder = str(self._checkpoint_dir)
         self._transfer_server = TransferServer(self._checkpoint_dir, self._setups.data_sets)
         self.connections.on_transfer = self._transfer_server.serve
+        self._departures = Departures()
         try:
             self.agents = Agents(
-                *(engine, self.connections, network, self.faults, self._setups.of),
+                *(engine, self._departures, self.connections, self.faults, self._setups.of),
                 start_s=limits.start_s,
             )
         except BaseException:
             self.connections.close()
             engine.close()
+            self._departures.close()
             self._remove_private_folder()
             raise
         self.trainers = Trainers(self.agents.devices)
@@ -119,7 +122,7 @@ class Runtime:
         self._end_stopped_agents()
         self._end_late()
         timeout_s = min([*waits_s, *self._waits_s()], default=None)
-        for message in self.connections.messages(timeout_s, *self.agents.readables(), *others):
+        for message in self.connections.messages(timeout_s, self._departures, *others):
             if isinstance(message, AgentJoining) and (gone := self.agents.replaced_by(message)):
                 yield from self._lose(gone, "its connection ended", is_replaced=True)
             self._note(message)
@@ -318,7 +321,7 @@ class Runtime:
 
     def group_name(self, run_id: int) -> str:
         """Name of a run's process group, which other users of this machine can't guess."""
-        return hmac.digest(self.connections.secret, f"group {run_id}".encode(), "sha256").hex()
+        return f"{self._secret}-{run_id}"
 
     def folder_of(self, study_name: str) -> StudyFolder:
         """Where the checkpoints of a study's trials are."""
@@ -380,6 +383,7 @@ class Runtime:
         if self.is_ours:
             self.allocator.close()
             self.agents.close()
+            self._departures.close()
             self._transfer_server.close()
             self._setups.close()
             self._remove_private_folder()

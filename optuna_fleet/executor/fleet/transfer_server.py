@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -96,14 +95,4 @@ class TransferServer:
 
 
 def _next(channel: Channel) -> Any:
-    """The next message.
-
-    Raises:
-        TimeoutError: There is none for long, as of a machine that is gone.
-    """
-    waiting = select.poll()
-    waiting.register(channel, select.POLLIN)
-    while not channel.has_message():
-        if not waiting.poll(1e3 * _SILENCE_S):
-            raise TimeoutError(f"nothing was heard of the other end for {_SILENCE_S:g} s")
-    return channel.receive()
+    return channel.receive(_SILENCE_S)  # its machine may be gone

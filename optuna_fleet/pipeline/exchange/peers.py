@@ -42,16 +42,16 @@ class Answer(NamedTuple):
 class Peers:
     """The other nodes, as an agent and the process that gives its chunks see them.
 
-    ``agent`` is the incarnation of this node's agent, ``secret`` the sweep's; ``plan`` says how
-    they share chunks at present.
+    ``agent`` is the incarnation of this node's agent, ``credentials`` the sweep's; ``plan`` says
+    how they share chunks at present.
     """
 
     def __init__(
-        self, agent: str, secret: bytes, spec: PipelineSpec, patience_s: float = PATIENCE_S
+        self, agent: str, credentials: bytes, spec: PipelineSpec, patience_s: float = PATIENCE_S
     ) -> None:
         self.spec = spec
         self.agent = agent
-        self.secret = secret
+        self.credentials = credentials
         self.patience_s = patience_s
         self.follow(Plan())
 
@@ -100,10 +100,10 @@ class Peers:
 
 
 class Asking:
-    """A process' connections to peers, which knows the sweep's secret."""
+    """A process' connections to peers, which have the sweep's credentials."""
 
-    def __init__(self, secret: bytes, patience_s: float) -> None:
-        self._secret = secret
+    def __init__(self, credentials: bytes, patience_s: float) -> None:
+        self._credentials = credentials
         self._patience_s = patience_s
         self._channels: dict[Peer, Channel] = {}
 
@@ -115,12 +115,10 @@ class Asking:
         try:
             channel = self._channel(peer)
             channel.send(question)
-            _wait(channel, deadline)
-            answer: Answer = channel.receive()
+            answer: Answer = channel.receive(deadline - time.monotonic())
             if not answer.follows:
                 return answer, None
-            _wait(channel, deadline)
-            return answer, channel.receive_bytes()
+            return answer, channel.receive_bytes(deadline - time.monotonic())
         except (EOFError, OSError, ProtocolError):
             if peer in self._channels:
                 self._channels.pop(peer).close()
@@ -131,7 +129,7 @@ class Asking:
             self._close_ended()
             address = ((peer.host, peer.port),)
             self._channels[peer] = connect(
-                Invitation(addresses=address, secret=self._secret, fingerprint=peer.fingerprint)
+                Invitation(addresses=address, credentials=self._credentials)
             )
         return self._channels[peer]
 
@@ -143,17 +141,3 @@ class Asking:
             ended.register(descriptor, select.POLLIN)
         for descriptor, _ in ended.poll(0):
             self._channels.pop(peers[descriptor]).close()
-
-
-def _wait(channel: Channel, deadline: float) -> None:
-    """Waits for a message.
-
-    Raises:
-        TimeoutError: It does not come in time.
-    """
-    arriving = select.poll()
-    arriving.register(channel, select.POLLIN)
-    while not channel.has_message():
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not arriving.poll(1e3 * left_s):
-            raise TimeoutError

@@ -14,7 +14,7 @@ nodes that make none.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, cast
 
@@ -39,13 +39,11 @@ class Peer:
         agent: The incarnation of the node's agent.
         host: Address to connect to.
         port: Likewise.
-        fingerprint: SHA-256 of the certificate it shows; None on loopback, where there is no TLS.
     """
 
     agent: str
     host: str
     port: int
-    fingerprint: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

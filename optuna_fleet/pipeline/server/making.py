@@ -257,7 +257,7 @@ class Making:
             chunk_bytes=self.chunk_bytes,
             arena=self.arena,
             decoded=self._decoded,
-            asking=Asking(peers.secret, peers.patience_s) if peers is not None else None,
+            asking=Asking(peers.credentials, peers.patience_s) if peers is not None else None,
         )
 
     def _resident_bytes(self) -> int:

@@ -15,8 +15,8 @@ import struct
 from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.wire.channel import NONCE_BYTES, derived
 
+NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _CREDENTIALS = struct.Struct("3i")
 _LIMIT_S = 120
@@ -106,6 +106,11 @@ class Applicant:
             raise ProtocolError("A process that does not know the secret tried to read.")
         self._sock.send(derived(self._secret, b"server", theirs, self._nonce))
         return wish
+
+
+def derived(secret: bytes, purpose: bytes, client: bytes, server: bytes) -> bytes:
+    """Returns a proof that one knows the secret, for the nonces of a connection's ends."""
+    return hmac.digest(secret, purpose + client + server, "sha256")
 
 
 def peer_uid(sock: socket.socket) -> int:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import select
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,9 +16,10 @@ from typing import Any
 import optuna
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.sampler_bridge.retrying_storage import in_words
+from optuna_fleet.files import replacing
+from optuna_fleet.sampler_bridge.patience import in_words
 from optuna_fleet.visualization.live.page import page
-from optuna_fleet.visualization.live.snapshot import snapshot_of
+from optuna_fleet.visualization.live.snapshot import Snapshot
 from optuna_fleet.visualization.live.storage import open_study
 from optuna_fleet.visualization.live.terminal import rendered
 from optuna_fleet.visualization.live.view import View, view_of
@@ -89,11 +89,11 @@ def _until_interrupt(interval_s: float) -> Iterator[Callable[[], bool]]:
 
 def _views(study: optuna.Study, goes_on: Callable[[], bool]) -> Iterator[View]:
     """One after each wait; the last one again, with a note, while the storage is gone."""
-    view = view_of(snapshot_of(study, time.time()))
+    view = view_of(Snapshot(study, time.time()))
     yield view
     while goes_on():
         try:
-            view = view_of(snapshot_of(study, time.time()))
+            view = view_of(Snapshot(study, time.time()))
         except Exception as error:
             note = ("storage", f"can't be read: {in_words(error)}")
             facts = (*(fact for fact in view.facts if fact[0] != note[0]), note)
@@ -136,17 +136,10 @@ def _as_page(path: Path, interval_s: float) -> Callable[[Iterator[View]], None]:
 def _replace(path: Path, text: str) -> None:
     """Write it so that a browser never sees a part of it."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        os.stat(path.parent)  # which would be made
+        with replacing(path) as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(text.encode())
     except OSError as error:
         raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
 

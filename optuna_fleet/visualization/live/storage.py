@@ -11,9 +11,8 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.sampler_bridge.retrying_storage import in_words
+from optuna_fleet.sampler_bridge.patience import in_words
 
-_SQLITE = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -49,20 +48,22 @@ def open_study(name: str | None, url: str) -> optuna.Study:
 def _opened(url: str) -> BaseStorage:
     if url.startswith("redis"):
         return JournalStorage(JournalRedisBackend(url))
-    if "://" not in url:
-        return _of_file(Path(url))
-    if url.startswith("sqlite"):
-        return _read_only(_file_of(url))
-    # Optuna would create its tables where there are none.
-    return RDBStorage(url, skip_table_creation=True)
-
-
-def _of_file(path: Path) -> BaseStorage:
-    _check_there(path)
+    is_url = "://" in url
+    if is_url and not url.startswith("sqlite"):
+        # Optuna would create its tables where there are none.
+        return RDBStorage(url, skip_table_creation=True)
+    path = _file_of(url) if is_url else Path(url)
+    if not path.is_file():
+        raise FleetConfigError(f"There is no file {path}, where the study should be.")
     with path.open("rb") as file:
-        if file.read(len(_MAGIC)) == _MAGIC:
-            return _read_only(path)
-    return JournalStorage(JournalFileBackend(str(path)))
+        if not is_url and file.read(len(_MAGIC)) != _MAGIC:
+            return JournalStorage(JournalFileBackend(url))
+    # SQLite makes the file where there is none; one that is opened so can't be written either.
+    return RDBStorage(
+        f"sqlite:///file:{quote(os.path.abspath(path))}?mode=ro&uri=true",
+        engine_kwargs={"connect_args": {"timeout": 20}},
+        skip_table_creation=True,
+    )
 
 
 def _file_of(url: str) -> Path:
@@ -74,22 +75,6 @@ def _file_of(url: str) -> Path:
             f"{driver}:///PATH of a file."
         )
     return Path(path)
-
-
-def _read_only(path: Path) -> RDBStorage:
-    _check_there(path)
-    # SQLite makes the file where there is none; one that is opened so can't be written either.
-    file = f"file:{quote(os.path.abspath(path))}"
-    return RDBStorage(
-        f"{_SQLITE}{file}?mode=ro&uri=true",
-        engine_kwargs={"connect_args": {"timeout": 20}},
-        skip_table_creation=True,
-    )
-
-
-def _check_there(path: Path) -> None:
-    if not path.is_file():
-        raise FleetConfigError(f"There is no file {path}, where the study should be.")
 
 
 def _shown(url: str) -> str:

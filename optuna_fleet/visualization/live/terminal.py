@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optuna_fleet.visualization.figure import colour_of
 from optuna_fleet.visualization.live.view import Table, View
-from optuna_fleet.visualization.style import colour_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.visualization.live.snapshot import Condition, Device, Run, Snapshot
+from optuna_fleet.sampler_bridge.records import DeviceSpan
+from optuna_fleet.visualization.live.snapshot import Condition, Run, Snapshot
 
 _LONGEST = 48
 _MOST_SHOWN = 12
@@ -111,8 +112,8 @@ def _facts(snapshot: Snapshot) -> dict[str, str]:
 
 
 def _trials(snapshot: Snapshot) -> str:
-    counts = [(state, snapshot.states.get(state, 0)) for state in TrialState]
-    words = [f"{number} {state.name.lower()}" for state, number in counts if number]
+    counts = Counter(trial.state for trial in snapshot.trials.values())
+    words = [f"{counts[state]} {state.name.lower()}" for state in TrialState if counts[state]]
     if snapshot.condition is Condition.RUNNING and snapshot.num_to_come:
         words.append(f"{snapshot.num_to_come} to come")
     return ", ".join(words)
@@ -151,21 +152,22 @@ def _on_devices(snapshot: Snapshot) -> Table:
     if snapshot.idle:
         rows.append(("idle", _places(snapshot.idle, num_nodes), *[""] * 5))
     headings = ("trial", "devices", "for", "epoch", "samples/s", "last value", "parameters")
-    numbers = [run.number for run in snapshot.runs]
+    numbers = [run.state.trial for run in snapshot.runs]
     trials = (*numbers, *[None] * (len(rows) - len(numbers)))
     return Table(title="On devices", headings=headings, rows=tuple(rows), trials=trials)
 
 
 def _run(run: Run, num_nodes: int) -> tuple[str, ...]:
-    epochs = f"{run.epochs_done}" + (f" of {run.max_epochs}" if run.max_epochs else "")
+    state = run.state
+    epochs = f"{state.epochs_done}" + (f" of {state.max_epochs}" if state.max_epochs else "")
     return (
-        str(run.number),
+        str(state.trial),
         _places(run.devices, num_nodes),
         duration(run.for_s),
         epochs,
-        _rate(run.samples_per_s),
+        _rate(state.samples_per_s),
         _NOTHING if run.value is None else f"{run.value:.6g}",
-        _params(run.params),
+        _params(run.trial.params),
     )
 
 
@@ -181,7 +183,7 @@ def _recent(snapshot: Snapshot) -> Table:
             str(trial.number),
             trial.state.name.lower(),
             _values(trial.values) or _NOTHING,
-            _widths(snapshot.widths.get(trial.number, ())),
+            _widths(snapshot.widths(trial.number)),
             _NOTHING
             if trial.duration is None
             else duration(max(0.0, trial.duration.total_seconds())),
@@ -194,10 +196,10 @@ def _recent(snapshot: Snapshot) -> Table:
     return Table(title="Ended last", headings=headings, rows=rows, trials=trials)
 
 
-def _places(devices: Iterable[Device], num_nodes: int) -> str:
+def _places(devices: Iterable[DeviceSpan], num_nodes: int) -> str:
     by_node: dict[str, list[int]] = defaultdict(list)
     for device in devices:
-        by_node[device.node].append(device.number)
+        by_node[device.node].append(device.device)
     if num_nodes < 2:
         return ranges(itertools.chain.from_iterable(by_node.values()))
     return "; ".join(f"{printable(node, 24)} {ranges(on)}" for node, on in by_node.items())

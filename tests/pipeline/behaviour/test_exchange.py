@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from exchange_harness import Node, agree, labels, nodes, read_everywhere
+from exchange_harness import OTHERS, Node, agree, labels, nodes, read_everywhere
 from pipeline_datasets import COUNTS, SWITCH, Counted, Raising
 from pipeline_harness import permutation
 
@@ -179,7 +179,7 @@ def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
 
 def test_nodes_of_another_sweep_get_and_give_nothing():
     with nodes(pipeline(), 1) as found:
-        found.append(Node(pipeline(), "node 1", secret=b"the secret of another sweep."))
+        found.append(Node(pipeline(), "node 1", credentials=OTHERS))
         agree(found)
         assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
         assert sums(found) == (2 * N, 0)

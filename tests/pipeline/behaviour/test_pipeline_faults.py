@@ -181,7 +181,7 @@ def test_what_is_opened_lazily_is_not_open_where_it_is_pickled(tmp_path):
 def test_open_file_is_refused_with_advice(tmp_path):
     (tmp_path / "data").write_bytes(b"abc")
     dataset = Eager(tmp_path / "data")
-    named = r"`val\.file` in it is of type .*when it is first used"
+    named = r"`val\.file`, given to SharedPipeline, is of type .*when it is first used"
     with dataset.file, pytest.raises(FleetConfigError, match=named):
         SharedPipeline(val=dataset).payload()
 

@@ -19,11 +19,11 @@ import time
 from typing import Any
 
 from optuna_fleet.checkpoints.store import remove_all
-from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.executor.cluster.agent.checking import Checking
+from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.cluster.agent.notice import Notice
-from optuna_fleet.executor.cluster.agent.sharing import GIVER, Sharing
+from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.executor.cluster.config import NodeSetup
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.peers import Peers
@@ -57,7 +57,6 @@ from optuna_fleet.wire.node_messages import (
 
 _END_LIMIT_S = 2.0
 _REPORT_EVERY_S = 2.0
-_STORE = -1  # what `Backoff` knows it by, beside the devices
 _UNSTARTED = (
     "The store where the ranks of a trial find each other can't be started, and is tried again "
     "later: are `ulimit -n` and `-u` too low? {error}"
@@ -92,13 +91,11 @@ class Agent:
         self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._in_child)
         spawn, say = self._forks.spawn, channel.send
         self._checking = Checking(setup, spawn, self._close_inherited, say)
-        self._trainers: dict[int, Device] = {}
-        self._left_out: set[int] = set()
-        self._backoff = Backoff()
+        self._trainers: dict[int, Kept] = {}  # by device
+        self._store = Kept(lambda: spawn(self._keep_store), self._store_started, self._unstarted)
         self._pipeline: PipelineServer | None = None
         self._sharing: Sharing | None = None
         self._report_due = time.monotonic() + _REPORT_EVERY_S
-        self._store_pid: int | None = None
         self._objective = -1
         self._memory_kills = MemoryKills()
         self._heard = self._said = self._looked = time.monotonic()
@@ -155,27 +152,22 @@ class Agent:
             case KeepObjective():
                 self._keep_objective(message)
             case KillTrainer():
-                if (device := self._trainers.get(message.pid)) is not None:
-                    self._backoff.killed(device.index)
-                    os.kill(message.pid, signal.SIGKILL)
+                if (index := self._device_of(message.pid)) is not None:
+                    self._trainers[index].kill()
             case CheckObjective() | EndCheck():
                 self._checking.act(message)
             case LeaveOut():
-                self._leave_out(message.device)
+                self._trainers[message.device].is_wanted = False
+                self._trainers[message.device].kill()
             case OpenStore():
-                self._start_store()
+                self._store.kill()
+                self._store.start()
             case ShareChunks() | Plan() if self._sharing is not None:
                 self._sharing.act(message)
             case ReportPipeline():
                 self._report(is_answer=True)
             case Quit():
                 raise _ToldToQuitError
-
-    def _leave_out(self, index: int) -> None:
-        self._left_out.add(index)
-        for pid, device in self._trainers.items():
-            if device.index == index:
-                os.kill(pid, signal.SIGKILL)
 
     def _keep_objective(self, message: KeepObjective) -> None:
         """Keep it in memory that ends with this process, and has a path."""
@@ -192,7 +184,15 @@ class Agent:
         waits = [LOOK_EVERY_S, (self._setup.stuck_s or math.inf) / 4]
         if self._setup.silence_s is not None:
             waits.append(max(0.0, self._said + SIGN_EVERY_S - time.monotonic()))
-        return min([*waits, *self._backoff.waits_s()])
+        return min([*waits, *(kept.wait_s for kept in self._kept())])
+
+    def _device_of(self, pid: int) -> int | None:
+        """The device of a trainer, if that is one."""
+        return next((index for index, one in self._trainers.items() if one.pid == pid), None)
+
+    def _kept(self) -> list[Kept]:
+        sharing = [] if self._sharing is None else [self._sharing.process]
+        return [*self._trainers.values(), self._store, *sharing]
 
     def _keep_lease(self) -> None:
         """Give a sign of life; end if the driver has given none: it has given this node up."""
@@ -211,13 +211,8 @@ class Agent:
     def _look_after(self) -> None:
         self._keep_lease()
         self._memory_kills.look()
-        for index in set(self._backoff.due()) - self._left_out:
-            if index == _STORE:
-                self._start_store()
-            elif index == GIVER and self._sharing is not None:
-                self._sharing.start()
-            else:
-                self._start_trainer(next(d for d in self._setup.devices if d.index == index))
+        for kept in self._kept():
+            kept.start_due()
         if self._pipeline is not None:
             self._pipeline.resume()
             if self._setup.stuck_s is not None:
@@ -244,34 +239,33 @@ class Agent:
             self._sharing.close_in_child()
 
     def _exited(self, pid: int, exit_code: int) -> None:
-        cause = cause_of_death(exit_code)
-        device = self._trainers.pop(pid, None)
-        if device is not None:
-            out_of_memory = self._memory_kills.take() and exit_code == -signal.SIGKILL
-            self._channel.send(
-                TrainerExited(
-                    device=device.index,
-                    process=ProcessId(self._name, pid),
-                    cause=cause,
-                    out_of_memory=out_of_memory,
-                )
-            )
-            if self._pipeline is not None:
-                self._pipeline.remove_reader(device.index)
-            if device.index in self._left_out:
-                return
-            if exit_code == 0 or self._backoff.may_start_again(device.index):
-                self._start_trainer(device)
-        elif pid == self._store_pid:
-            self._store_pid = None
-            self._channel.send(StoreLost(cause=cause, agent=self._name))
+        if (index := self._device_of(pid)) is not None:
+            self._trainer_exited(index, pid, exit_code)
+        elif pid == self._store.pid:
+            self._store.pid = None
+            self._channel.send(StoreLost(cause=cause_of_death(exit_code), agent=self._name))
         elif self._checking.exited(pid, exit_code):
             pass
         elif self._sharing is not None and self._sharing.exited(pid):
-            if self._backoff.may_start_again(GIVER):
-                self._sharing.start()
+            self._sharing.process.start_again()
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
+
+    def _trainer_exited(self, index: int, pid: int, exit_code: int) -> None:
+        out_of_memory = self._memory_kills.take() and exit_code == -signal.SIGKILL
+        self._channel.send(
+            TrainerExited(
+                device=index,
+                process=ProcessId(self._name, pid),
+                cause=cause_of_death(exit_code),
+                out_of_memory=out_of_memory,
+            )
+        )
+        if self._pipeline is not None:
+            self._pipeline.remove_reader(index)
+        trainer = self._trainers[index]
+        trainer.pid = None
+        trainer.start_again(was_meant=exit_code == 0)
 
     # -- what the children are --------------------------------------------------------------------
 
@@ -291,27 +285,28 @@ class Agent:
                 num_threads=setup.threads_per_slot,
             )
 
-        try:
-            pid, sock = self._forks.spawn(main)
-        except OSError as error:  # too many processes, or open files
-            self._backoff.failed(device.index)
-            problem = TrainerStarted(device=device.index, process=None, problem=str(error))
-            self._channel.send(problem)
-            return
-        self._trainers[pid] = device
-        self._backoff.started(device.index)
-        process = ProcessId(self._name, pid)
-        self._channel.send(TrainerStarted(device=device.index, process=process))
-        if self._pipeline is not None:
-            self._pipeline.add_reader(device.index, sock)
-        else:
-            sock.close()
+        def started(sock: socket.socket) -> None:
+            assert trainer.pid is not None
+            process = ProcessId(self._name, trainer.pid)
+            self._channel.send(TrainerStarted(device=device.index, process=process))
+            if self._pipeline is not None:
+                self._pipeline.add_reader(device.index, sock)
+            else:
+                sock.close()
+
+        def failed(error: OSError) -> None:
+            told = TrainerStarted(device=device.index, process=None, problem=str(error))
+            self._channel.send(told)
+
+        trainer = Kept(lambda: self._forks.spawn(main), started, failed)
+        self._trainers[device.index] = trainer
+        trainer.start()
 
     def _open_pipeline(self) -> None:
         setup = self._setup.pipeline
         if setup is None:
             return
-        peers = Peers(self._name, self._invitation.secret, setup.spec)
+        peers = Peers(self._name, self._invitation.credentials, setup.spec)
         self._pipeline = PipelineServer(
             setup,
             spawn=self._forks.spawn,
@@ -323,13 +318,11 @@ class Agent:
             peers,
             self._pipeline,
             host=self._host,
-            has_tls=self._invitation.fingerprint is not None,
             look_ahead=2 * setup.num_preprocessors + 2,
             spawn=self._forks.spawn,
             selector=self._selector,
             close_inherited=self._close_inherited,
             say=self._channel.send,
-            backoff=self._backoff,
         )
 
     def _report(self, *, is_answer: bool = False) -> None:
@@ -343,28 +336,26 @@ class Agent:
             )
             self._channel.send(report)
 
-    def _start_store(self) -> None:
-        """Start the process that keeps the store, so that no trainer's death takes it along."""
-        if self._store_pid is not None:
-            os.kill(self._store_pid, signal.SIGKILL)
+    def _keep_store(self, sock: socket.socket) -> None:
+        """In a process of its own, so that no trainer's death takes the store along."""
+        self._close_inherited()
+        from optuna_fleet.trainer.groups import serve_store
 
-        def main(sock: socket.socket) -> None:
-            self._close_inherited()
-            _keep_store(sock, self._host)
+        store, port = serve_store(self._host)
+        sock.send(str(port).encode())
+        sock.recv(1)  # until the agent ends
+        del store
 
-        try:
-            pid, sock = self._forks.spawn(main)
-        except OSError as error:  # too many processes, or open files
-            self._backoff.failed(_STORE)
-            self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
-            return
-        self._store_pid = pid
-        self._backoff.started(_STORE)
+    def _unstarted(self, error: OSError) -> None:
+        self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
+
+    def _store_started(self, sock: socket.socket) -> None:
+        pid = self._store.pid
 
         def opened(mask: int) -> None:
             self._selector.unregister(sock)
             port = sock.recv(64)
-            if port and pid == self._store_pid:
+            if port and pid is not None and pid == self._store.pid:
                 self._store_socket = sock  # open as long as the store is wanted
                 process = ProcessId(self._name, pid)
                 self._channel.send(StoreReady(host=self._host, port=int(port), process=process))
@@ -374,15 +365,6 @@ class Agent:
 
 class _ToldToQuitError(Exception):
     """The driver has ended, in good order."""
-
-
-def _keep_store(sock: socket.socket, host: str) -> None:
-    from optuna_fleet.trainer.groups import serve_store
-
-    store, port = serve_store(host)
-    sock.send(str(port).encode())
-    sock.recv(1)  # until the agent ends
-    del store
 
 
 def _has_ended(pid: int | None) -> bool:

@@ -69,7 +69,7 @@ def run_agent(options: AgentOptions) -> None:
     Raises:
         FleetConfigError: The driver does not want this node, or has no data sets for it; or the
             devices do not exist.
-        ProtocolError: One of the two does not know the other's secret.
+        ProtocolError: It is the driver of another sweep.
         OSError: The driver can't be reached.
         EOFError: It has ended.
         _AgentError: The agent itself has failed.

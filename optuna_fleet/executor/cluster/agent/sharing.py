@@ -5,9 +5,9 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from optuna_fleet.executor.cluster.agent.backoff import Backoff
+from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.peers import Peers
@@ -15,10 +15,6 @@ from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
-from optuna_fleet.wire.tls import make_certificate
-
-GIVER = -2
-"""What `Backoff` knows the process by."""
 
 _READER = "other nodes"
 
@@ -29,35 +25,38 @@ class Sharing:
 
     Attributes:
         host: Address under which other nodes reach this one.
-        has_tls: Whether connections are encrypted: beyond loopback.
         look_ahead: See `Giver`.
         close_inherited: Called first in the process.
         say: Sends to the driver: `ChunksShared` whenever others can connect.
-        pid: Of the process; None while there is none.
+        process: The one that gives.
     """
 
     peers: Peers
     server: PipelineServer
     host: str
-    has_tls: bool
     look_ahead: int
     spawn: Spawn
     selector: selectors.BaseSelector
     close_inherited: Callable[[], None]
     say: Callable[[object], None]
-    backoff: Backoff
-    pid: int | None = None
+    process: Kept = field(init=False)
     _news: Port | None = None
+
+    def __post_init__(self) -> None:
+        self.process = Kept(self._spawned, lambda sock: self.server.add_reader(_READER, sock))
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return self.process.pid
 
     def start(self) -> None:
         """Start the process, if there is none; later, if that is not possible now."""
-        if self.pid is not None:
-            return
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError:  # too many open files
-            self.backoff.failed(GIVER)
-            return
+        if self.pid is None:
+            self.process.start()
+
+    def _spawned(self) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def main(sock: socket.socket) -> None:
             ours.close()
@@ -66,28 +65,19 @@ class Sharing:
 
         with theirs:
             try:
-                self.pid, sock = self.spawn(main)
-            except OSError:  # or processes
+                spawned = self.spawn(main)
+            except OSError:
                 ours.close()
-                self.backoff.failed(GIVER)
-                return
-        self.backoff.started(GIVER)
+                raise
         self._news = Port(ours, self.selector, on_message=self.say, on_close=lambda: None)
-        self.server.add_reader(_READER, sock)
+        return spawned
 
     def _give(self, sock: socket.socket, news: socket.socket) -> None:
         from optuna_fleet.pipeline.exchange.giver import Giver  # needs torch, as all readers do
 
         giver = Giver(self.peers, sock, news, look_ahead=self.look_ahead)
-        certificate = make_certificate() if self.has_tls else None
-        secret = self.peers.secret
-        listener = Listener(self.host, secret, giver.welcome, certificate=certificate)
-        peer = Peer(
-            agent=self.peers.agent,
-            host=self.host,
-            port=listener.port,
-            fingerprint=certificate.fingerprint if certificate else None,
-        )
+        listener = Listener(self.host, self.peers.credentials, giver.welcome)
+        peer = Peer(agent=self.peers.agent, host=self.host, port=listener.port)
         send(news, ChunksShared(peer=peer))
         giver.serve()
 
@@ -106,7 +96,7 @@ class Sharing:
             return False
         if self._news is not None:
             self._news.close()
-        self.pid = self._news = None
+        self.process.pid = self._news = None
         self.server.remove_reader(_READER)
         return True
 

@@ -1,37 +1,63 @@
-"""Slurm, inside an allocation: one srun starts an agent on each of its nodes."""
+"""Slurm, inside an allocation: an srun for each of its nodes starts an agent there."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
+import queue
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from optuna_fleet.arguments import check_number
-from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.asking import TellsNews
-from optuna_fleet.executor.cluster.engine import Network
-from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.cluster.slurm.allocation import Allocation
+from optuna_fleet.exceptions import FleetConfigError, LaunchError
+from optuna_fleet.executor.cluster.engine import (
+    Cluster,
+    Departure,
+    Engine,
+    Inbox,
+    agent_ended,
+    begin,
+)
 from optuna_fleet.executor.cluster.slurm.commands import (
     agent_command,
+    ask_gpus,
+    ask_job,
+    in_a_step,
+    is_put_off,
     node_names,
     without_options,
 )
-from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.given import Options
+from optuna_fleet.processes import cause_of_death, outlet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.invitation import Invitation
 
 _SAME_NOTICE_S = 1.0  # Slurm may signal the driver, and the batch script, which signals it too
+_MOST_RESTARTS = 3
+_RESTART_AFTER_S = 1.0
+_LONG_S = 3600.0  # an agent that has run for so long is none that can't work there
+_PUT_OFF_S = 20.0  # while Slurm's controller is out of reach
+_LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials leave 60 s before
+_END_LIMIT_S = 5.0
+_KILL_LIMIT_S = 2.0
+_LAST_LINES = 5
+_CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
+_NODE_FAILURE = "srun: error: Node failure on "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmCluster:
+class SlurmCluster(Cluster):
     """The nodes of the Slurm allocation in which the script runs.
 
     Each node offers the GPUs that Slurm has given to the job there, or, where it has given none,
@@ -53,14 +79,13 @@ class SlurmCluster:
         check_number("slots_per_device", self.slots_per_device, least=1, whole=True)
         check_number("notice_s", self.notice_s, least=0)
 
-    def new_runner(self, options: Options) -> Runner:
+    def engine(self, options: Options) -> Engine:
         """See `Cluster`."""
         job = check_allocation(os.environ)
         agent = agent_command(
             options.devices, options.device_type, self.slots_per_device, self.notice_s
         )
-        engine = SlurmEngine(job, agent, self.notice_s)
-        return FleetRunner(options, engine, Network(host="", has_leases=True))
+        return SlurmEngine(job, agent, self.notice_s)
 
 
 def check_allocation(environment: Mapping[str, str]) -> str:
@@ -95,59 +120,249 @@ def hint_at_slurm(environment: Mapping[str, str]) -> None:
         )
 
 
-class SlurmEngine(TellsNews):
-    """Starts agents in the allocation that this process is in."""
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One of the allocation's.
+
+    Attributes:
+        due: When an srun is to be started there, by the monotonic clock.
+        srun: The one that runs an agent there; None while there is none.
+        begun: When that was started.
+        said: Its last lines, and those of the agent.
+    """
+
+    name: str
+    num_restarts: int = 0
+    due: float = 0.0
+    srun: subprocess.Popen[str] | None = None
+    begun: float = 0.0
+    said: str = ""
+
+
+class SlurmEngine(Engine):
+    """Starts agents in the allocation that this process is in: an srun for each of its nodes.
+
+    One thread starts these, hears what they say and how they end, and alone changes what is known
+    of nodes; all others only leave it word. Slurm ends no agent for us: those of lost nodes end by
+    their own leases.
+    """
+
+    more_may_join = False
 
     def __init__(self, job: str, agent: Sequence[str], notice_s: float) -> None:
-        self._job = job
-        self._agent = agent
-        self._notice_s = notice_s
-        self._allocation: Allocation | None = None
+        self._job, self._agent, self._notice_s = job, agent, notice_s
+        self._nodes: dict[str, _Node] = {}
+        self._thread: threading.Thread | None = None
         self._handlers: dict[int, Any] = {}
-        self._noticed_at: float | None = None
 
-    def open(self, invitation: Invitation) -> None:
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
-        environment = {
-            **without_options(os.environ),
-            **invitation.environment(),
-            "SLURM_JOB_ID": self._job,
-        }
-        nodes = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
-        self._allocation = Allocation(self._job, self._agent, environment, nodes)
-        self.news = self._allocation.news
-        self._noticed_at = None
+        if self._thread is not None:
+            self._thread.join()  # it may have waited for Slurm's answer when it was closed
+        own = invitation.environment() | {"SLURM_JOB_ID": self._job}
+        self._environment = without_options(os.environ) | own
+        self._inbox = inbox
+        names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
+        self._nodes = {name: _Node(name) for name in names}
+        self._gpus: dict[str, int] = {}
+        self._left_out: set[str] = set()
+        self._running: set[_Node] = set()
+        self._how = "had no node to start an agent on."
+        self._notice: tuple[str, float] | None = None
+        self._ending: tuple[str, float] | None = None
+        self._noticed_at: float | None = None
+        self._closed = threading.Event()
+        self._heard: queue.SimpleQueue[tuple[_Node, str] | None] = queue.SimpleQueue()
+        self._thread = begin("Slurm", inbox, self._run)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
-                    self._handlers[number] = signal.signal(number, self._notice)
+                    self._handlers[number] = signal.signal(number, self._signalled)
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
         """Slurm, or the batch script, says that the job is to end; a later SIGTERM is meant."""
         now = time.monotonic()
         if self._noticed_at is None:
             self._noticed_at = now
-            if self._allocation is not None:
-                cause = f"job {self._job} got {signal.Signals(number).name}"
-                self._allocation.end(cause, by=time.time() + self._notice_s)
+            cause = f"job {self._job} got {signal.Signals(number).name}"
+            self._ending = cause, time.time() + self._notice_s
+            self._tell(*self._ending)
+            self._heard.put(None)
         elif number == signal.SIGTERM and now - self._noticed_at > _SAME_NOTICE_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def expected(self) -> Iterable[str]:
+    def _tell(self, cause: str, by: float) -> None:
+        """Tell that all nodes will be gone."""
+        self._notice = cause, by
+        for name in self.expected():
+            self._inbox.put(Departure(node=name, cause=cause, by=by))
+
+    def expected(self) -> Sequence[str]:
         """See `Engine`."""
-        return self._allocation.nodes if self._allocation else ()
+        return [name for name in tuple(self._nodes) if name not in self._left_out]
 
     def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`: Slurm ends no single task of a step; agents end by their own leases."""
-        if for_good and self._allocation:
-            self._allocation.leave_out(node)
+        """See `Engine`."""
+        if for_good:
+            self._left_out.add(node)
+            self._heard.put(None)
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `Engine`: waits for the agents' end, which is near, or ends them."""
         if threading.current_thread() is threading.main_thread():
             while self._handlers:
                 signal.signal(*self._handlers.popitem())
-        if self._allocation is not None:
-            self._allocation.close()
-            self._allocation = None
+        if self._thread is not None:
+            self._closed.set()
+            self._heard.put(None)
+            self._thread.join(_END_LIMIT_S + 2 * _KILL_LIMIT_S)
+
+    # -- on its thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._look()
+            while self._nodes and not self._closed.is_set():
+                self._start_due()
+                dues = [node.due for node in self._nodes.values() if node.srun is None]
+                self._hear(max(0.0, min(dues) - time.monotonic()) if dues else None)
+        finally:
+            self._end_agents()
+            self._nodes = {}
+        problem = f"The srun of job {self._job} {self._how}"
+        if self._ending is not None:
+            cause, by = self._ending
+            self._closed.wait(max(0.0, by - time.time()))  # Slurm ends the driver as well
+            problem = f"Slurm has ended the agents of job {self._job}: {cause}."
+        if not self._closed.is_set():
+            raise LaunchError(problem)
+
+    def _look(self) -> None:
+        job = None
+        with contextlib.suppress(LaunchError):  # srun has more patience, and says what is wrong
+            job = ask_job(self._job)
+            self._gpus = ask_gpus(self._job)
+        if job is not None:  # nodes that have failed are no longer in it
+            self._nodes = {name: _Node(name) for name in job.nodes}
+            if job.end is not None:
+                tell = functools.partial(self._tell_limit, job.end, self._closed)
+                begin("Slurm", self._inbox, tell)
+
+    def _tell_limit(self, end: float, closed: threading.Event) -> None:
+        """Tell of the time limit, and again if whoever runs Slurm has put it off meanwhile."""
+        told = 0.0
+        while end != told and self._ending is None and not closed.is_set():
+            told = end
+            self._tell(f"job {self._job} reaches its time limit", end)
+            closed.wait(min(end - _LOOK_AGAIN_S - time.time(), threading.TIMEOUT_MAX))
+            if not closed.is_set():
+                with contextlib.suppress(LaunchError):
+                    job = ask_job(self._job)
+                    end = end if job is None else job.end or math.inf
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for node in list(self._nodes.values()):
+            if node.srun is None and self._ending is not None:
+                self._lose(node, "")
+            elif node.srun is None and node.due <= now:
+                self._start(node)
+
+    def _start(self, node: _Node) -> None:
+        options = [f"--nodelist={node.name}"]
+        if node.name in self._gpus:
+            options.append(f"--gpus={self._gpus[node.name]}")
+        try:
+            srun = node.srun = subprocess.Popen(
+                in_a_step(self._agent, *options),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=outlet(sys.__stdout__),
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a Ctrl-C is for the driver
+            )
+        except OSError as error:
+            raise LaunchError(f"`srun` can't be started: {error}") from error
+        node.begun, node.said = time.monotonic(), ""
+        self._running.add(node)
+
+        def listen() -> None:
+            assert srun.stderr is not None
+            with srun.stderr as lines:
+                for line in lines:
+                    self._heard.put((node, line))
+            self._heard.put((node, ""))
+
+        begin("Slurm", self._inbox, listen)
+
+    def _hear(self, timeout_s: float | None) -> None:
+        """Wait for what an agent or its srun says, and have it printed, or for its end."""
+        heard = None
+        with contextlib.suppress(queue.Empty):
+            heard = self._heard.get(timeout=timeout_s)
+        if heard is None:
+            for name in self._left_out.intersection(self._nodes):
+                del self._nodes[name]
+        elif heard[1]:
+            self._say(*heard)
+        else:
+            self._ended(heard[0])
+
+    def _say(self, node: _Node, line: str) -> None:
+        is_over = self._ending is not None or self._closed.is_set()
+        is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
+        if is_sruns and (is_over or not line.startswith("srun: error: ")):
+            return
+        node.said = "".join([*node.said.splitlines(keepends=True)[1 - _LAST_LINES :], line])
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(line, end="", file=sys.__stderr__, flush=True)
+
+    def _ended(self, node: _Node) -> None:
+        """Start another agent, now or later, or tell that there is none any more."""
+        assert node.srun is not None
+        code, now = node.srun.wait(), time.monotonic()
+        self._how = f"ended with {cause_of_death(code)}. It said:\n{node.said}"
+        node.srun = None
+        self._running.discard(node)
+        if node.name not in self._nodes or self._closed.is_set():
+            return
+        if is_put_off(node.said) and self._ending is None:
+            node.due = now + _PUT_OFF_S
+            return
+        node.num_restarts = 1 if now - node.begun >= _LONG_S else node.num_restarts + 1
+        if _NODE_FAILURE in node.said:
+            self._lose(node, "Slurm says that it has failed")
+            return
+        is_replaced = self._ending is None and node.num_restarts <= _MOST_RESTARTS
+        exit_code = 128 - code if code > 128 else code  # so it says by which signal
+        departure = agent_ended(node.name, exit_code, is_replaced=is_replaced)
+        if not is_replaced:
+            self._lose(node, departure.cause, exit_code)
+            return
+        node.due = now + _RESTART_AFTER_S
+        self._inbox.put(departure)
+        if self._notice is not None:  # it is about the agent that comes next, too
+            cause, by = self._notice
+            self._inbox.put(Departure(node=node.name, cause=cause, by=by))
+
+    def _lose(self, node: _Node, cause: str, exit_code: int | None = None) -> None:
+        del self._nodes[node.name]
+        if self._ending is not None:
+            cause, exit_code = f"Slurm ends its job: {self._ending[0]}", None
+        self._inbox.put(Departure(node=node.name, cause=cause, exit_code=exit_code))
+
+    def _end_agents(self) -> None:
+        """Wait a little for the ends of all sruns, and listen to them; then end them."""
+        for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
+            deadline = time.monotonic() + limit_s
+            while self._running and (left_s := deadline - time.monotonic()) > 0:
+                self._hear(left_s)
+            for node in self._running:
+                assert node.srun is not None
+                node.srun.send_signal(number)
+        for node in self._running:
+            assert node.srun is not None
+            node.srun.wait()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.engine import Departure
 
 # With its options in the environment, srun would ask for what its allocation's tasks were given.
 # Those of squeue and scancel are the user's: they hide jobs, or ask back.
@@ -24,14 +22,14 @@ _PASSING = (
     "Memory required by task",  # of a step, until a new controller knows the nodes
 )
 _FORMAT = "%A|%T|%e|%N|%r"
-_NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
-_TASK_END = re.compile(r"srun: (?:\S+: )*?(\S+): tasks? [\d,-]+: (.+?)\s*$")
 _REFUSED = re.compile(
     r"srun: error: Unable to (?:confirm allocation|create step) for job \S+: (.+)"
 )
-_CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
-_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-_ENDINGS = {"Completed": 0} | {signal.strsignal(number): -int(number) for number in signal.Signals}
+# A step has one task, and gets what the job has asked for by task, or a part of what it has asked
+# for in all.
+_IS_SHARED_OUT = re.compile(r" TresPer(?:Task|Job)=\S*\bgpu\b")
+_ON_NODES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)")
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)(?![^(,])")
 _NAMED = """exec "$@" --name "$SLURMD_NODENAME{suffix}" """
 
 
@@ -100,33 +98,26 @@ def _expanded(part: str) -> Iterator[str]:
                 yield f"{head}{number:0{len(first)}d}{end}"
 
 
-def departures_of(line: str) -> list[Departure]:
-    """What a line of srun's standard error says of nodes, or of the agents on them.
+def ask_gpus(job: str) -> dict[str, int]:
+    """The GPUs to ask for, by node, where a step does not get all; waits for Slurm's answer."""
+    return gpus_of(job, ask("scontrol", "--details", "--oneliner", "show", "job", job))
 
-    Another agent can take the place of one that has ended.
-    """
-    if match := _NODE_FAILURE.match(line):
-        cause = "Slurm says that it has failed"
-        return [Departure(node=node, cause=cause) for node in node_names(match[1])]
-    if match := _TASK_END.match(line):
-        cause = f"Slurm says of its agent: {match[2]}"
-        code = _EXIT_CODE.match(match[2])
-        exit_code = int(code[1]) if code else _ENDINGS.get(match[2].partition(" (")[0])
-        return [
-            Departure(node=node, cause=cause, exit_code=exit_code, is_replaced=True)
-            for node in node_names(match[1])
-        ]
-    return []
+
+def gpus_of(job: str, text: str) -> dict[str, int]:
+    """Likewise, from scontrol's answer, which may show others of its array."""
+    line = next((line for line in text.splitlines() if line.startswith(f"JobId={job} ")), "")
+    if not _IS_SHARED_OUT.search(line):
+        return {}
+    return {
+        node: sum(map(int, _GPUS.findall(gres)))
+        for nodes, gres in _ON_NODES.findall(line)
+        for node in node_names(nodes)
+    }
 
 
 def is_put_off(text: str) -> bool:
     """Whether srun's standard error says that Slurm may start a step later, but not now."""
     return any(may_pass(LaunchError(match[1])) for match in _REFUSED.finditer(text))
-
-
-def is_of_ending(line: str) -> bool:
-    """Whether a line of srun's standard error says that Slurm ends the agents, or will."""
-    return _CANCELLED.match(line) is not None
 
 
 def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
@@ -172,15 +163,13 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_a_step(agent: Sequence[str], *options: str, suffix: str = "") -> list[str]:
-    """The srun that starts an agent on each of its nodes, which says the node's name in Slurm.
+    """The srun that starts an agent on one node, which says the node's name in Slurm.
 
-    Whatever the site's defaults are, the others go on when one ends. The `suffix`, which the
-    shell expands, follows the node's name in that of the agent.
+    The `suffix`, which the shell expands, follows the node's name in that of the agent.
     """
     return [
-        *("srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"),
-        # Verbose, or it says nothing of a task that ends without a failure.
-        *("--verbose", "--overlap", "--mpi=none", "--input=none", "--export=ALL", *options),
+        *("srun", "--nodes=1", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0"),
+        *("--overlap", "--mpi=none", "--input=none", "--export=ALL", *options),
         *("sh", "-c", _NAMED.format(suffix=suffix).strip(), "sh", *agent),
     ]
 

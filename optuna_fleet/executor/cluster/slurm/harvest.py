@@ -11,18 +11,17 @@ from pathlib import Path
 
 from optuna_fleet.arguments import check_number, check_that, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.engine import Network
-from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.cluster.engine import Cluster, Engine
 from optuna_fleet.executor.cluster.slurm.commands import agent_command
 from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
 from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
-from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.given import Options
 
 _LONGEST_RENEWAL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HarvestCluster:
+class HarvestCluster(Cluster):
     """Nodes that Slurm has to spare: pilot jobs of one node each, which come and go.
 
     Trials move to nodes that come, and away from those that leave, with or without notice. The
@@ -68,7 +67,7 @@ class HarvestCluster:
         )
         object.__setattr__(self, "logs", path("logs", self.logs))
 
-    def new_runner(self, options: Options) -> Runner:
+    def engine(self, options: Options) -> Engine:
         """See `Cluster`."""
         if shutil.which("sbatch") is None:
             raise FleetConfigError(
@@ -84,8 +83,7 @@ class HarvestCluster:
             renewal_s=min(self.time_limit_s / 4, _LONGEST_RENEWAL_S),
             shares_nodes=not self.exclusive,
         )
-        network = Network(host="", has_leases=True, more_may_join=True)
-        return FleetRunner(options, HarvestEngine(limits, job), network)
+        return HarvestEngine(limits, job)
 
     def _options(self) -> list[str]:
         given = {

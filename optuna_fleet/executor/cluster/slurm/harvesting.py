@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class HarvestEngine(AsksScheduler):
         self._limits, self._job = limits, job
         self._pilots = Pilots(limits=limits)
 
-    def expected(self) -> Iterable[str]:
+    def expected(self) -> Sequence[str]:
         """See `Engine`."""
         return [self._pilots.name_of(job) for job in list(self._pilots.running)]
 
@@ -74,9 +74,9 @@ class HarvestEngine(AsksScheduler):
         pilots = self._pilots
         if self._has_pilots:
             for departure in pilots.see(ask_jobs(*self._mine), time.time()):
-                self.news.tell(departure)
+                self._inbox.put(departure)
         if pilots.are_hopeless:
-            self.news.tell(
+            self._inbox.put(
                 LaunchError(
                     f"All pilot jobs end as soon as they start: see {self._job.logs} for what "
                     "they printed."
@@ -93,7 +93,7 @@ class HarvestEngine(AsksScheduler):
 
     def _submit(self) -> None:
         suffix = ".$SLURM_JOB_ID" if self._limits.shares_nodes else ""
-        step = in_a_step(self._job.agent, "--nodes=1", suffix=suffix)
+        step = in_a_step(self._job.agent, suffix=suffix)
         self._job.logs.mkdir(parents=True, exist_ok=True)
         ask(
             *("sbatch", "--parsable", "--export=ALL", f"--job-name={self._job_name}"),
@@ -108,7 +108,7 @@ class HarvestEngine(AsksScheduler):
         """Slurm did not do what it was asked to."""
         self._pilots.refused(time.time())
         if not (self._has_pilots or may_pass(error)):
-            self.news.tell(LaunchError(f"No pilot job can be submitted. {error}"))
+            self._inbox.put(LaunchError(f"No pilot job can be submitted. {error}"))
         elif not self._is_troubled:
             fleet_logger.warning(f"{error} The harvest goes on as soon as Slurm lets it.")
         self._is_troubled = True

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,45 +52,6 @@ echo "Not at its end in time: requeued."
 _TELL = "echo 'Not at its end in time. Where it has `checkpoints` it goes on with: sbatch {file}'"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """What to submit.
-
-    Attributes:
-        command: What runs on the first node.
-        notice_s: Seconds before the time limit when the script is told.
-        requeue: Whether it then puts itself into the queue again.
-    """
-
-    command: Sequence[str]
-    options: Sequence[str]
-    file: Path
-    notice_s: int
-    requeue: bool
-
-
-def script_of(submission: Submission) -> str:
-    """The batch script."""
-    file = shlex.quote(str(submission.file))
-    options = [
-        *submission.options,
-        "--ntasks-per-node=1",
-        "--no-kill",
-        "--open-mode=append",
-        "--requeue" if submission.requeue else "--no-requeue",
-        f"--signal=B:USR1@{submission.notice_s}",
-    ]
-    return _SCRIPT.format(
-        mark=_MARK,
-        file=file,
-        options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in options),
-        command=shlex.join(submission.command),
-        notice_s=submission.notice_s,
-        grace_s=max(1, submission.notice_s // 2),
-        afterwards=_REQUEUE if submission.requeue else _TELL.format(file=file),
-    )
-
-
 def add_submit(commands: Any) -> None:
     """Add the command to those of the command line."""
     command = commands.add_parser(
@@ -124,24 +84,25 @@ def add_submit(commands: Any) -> None:
 
 
 def _submit(given: argparse.Namespace) -> int:
-    submission = _submission(given)
-    script = script_of(submission)
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    _check(given, command)
+    name = next((Path(word).stem for word in command if word.endswith(".py")), "sweep")
+    file = given.file or Path(f"{name}.sbatch")
+    script = _script(given, command, name, shlex.quote(str(file)))
     if given.dry_run:
         print(script, end="", flush=True)
         return 0
-    _write(submission.file, script)
+    _write(file, script)
     try:
-        done = subprocess.run(["sbatch", submission.file], env=without_options(os.environ))
+        return subprocess.run(["sbatch", file], env=without_options(os.environ)).returncode
     except FileNotFoundError as error:
         raise FleetConfigError(
-            f"There is no `sbatch` here; {submission.file} was written: submit it on a login "
-            "node of the cluster."
+            f"There is no `sbatch` here; {file} was written: submit it on a login node of the "
+            "cluster."
         ) from error
-    return done.returncode
 
 
-def _submission(given: argparse.Namespace) -> Submission:
-    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+def _check(given: argparse.Namespace, command: Sequence[str]) -> None:
     if not command:
         raise FleetConfigError(
             "What is to run? Give it last, as in `optuna-fleet submit --nodes 4 python sweep.py`."
@@ -158,22 +119,32 @@ def _submission(given: argparse.Namespace) -> Submission:
             f"--time {given.time} is {limit_s} s, but Slurm is to announce its end {given.notice} "
             "s before: give more, as in 8:00:00 for 8 hours, or a shorter --notice."
         )
-    script = next((Path(word).stem for word in command if word.endswith(".py")), "sweep")
+
+
+def _script(given: argparse.Namespace, command: Sequence[str], name: str, file: str) -> str:
     named = {
-        "job-name": script,
+        "job-name": name,
         "nodes": given.nodes,
         "gpus-per-node": given.gpus_per_node,
         "cpus-per-task": given.cpus_per_node,
         "time": given.time,
         "partition": given.partition,
     }
-    options = [f"--{name}={value}" for name, value in named.items() if value is not None]
-    return Submission(
-        command=command,
-        options=[*options, *given.others],
-        file=given.file or Path(f"{script}.sbatch"),
+    options = [
+        *(f"--{name}={value}" for name, value in named.items() if value is not None),
+        *given.others,
+        *("--ntasks-per-node=1", "--no-kill", "--open-mode=append"),
+        "--requeue" if given.requeue else "--no-requeue",
+        f"--signal=B:USR1@{given.notice}",
+    ]
+    return _SCRIPT.format(
+        mark=_MARK,
+        file=file,
+        options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in options),
+        command=shlex.join(command),
         notice_s=given.notice,
-        requeue=given.requeue,
+        grace_s=max(1, given.notice // 2),
+        afterwards=_REQUEUE if given.requeue else _TELL.format(file=file),
     )
 
 

@@ -1,0 +1,306 @@
+"""How a timeline looks, in plotly's words: traces and a layout, for whatever draws them."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from optuna_fleet.sampler_bridge.records import PipelineSpan
+from optuna_fleet.visualization.timeline import Bar, Mark, Row, Timeline, timeline_of
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+INK, GREY, ALERT = "#222222", "#C8C8C8", "#B2182B"
+LANE_CURVES = {"busy": "preprocessors busy", "stalled": "trials wait for data"}
+LANE_LINE = "queue of data"
+_NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
+_BAR_HEIGHT = 0.84  # of a row
+_LEAST_LANE_PX = 44
+_LONGEST_NAME = 24
+_MOST_LEGEND_ENTRIES = 20
+_FIRST = 1  # legend rank: the marks come before the trials
+_LANE_COLOURS = {"busy": "#9DB4C0", "stalled": ALERT}
+_SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
+_HATCH = {
+    "fgcolor": INK,
+    "fgopacity": 0.5,
+    "fillmode": "overlay",
+    "solidity": 0.12,
+    "size": 9,
+}
+_LINE = {"type": "line", "layer": "below"}
+
+# Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
+# text is readable on each. Neighbours, which often run at the same time, differ most.
+_COLOURS = (
+    *("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#99DDFF", "#BBCC33"),
+    *("#6390BD", "#CF7252", "#CDBB60", "#379C80", "#DD8A9C", "#7ABFE0", "#9BAA22"),
+)
+
+
+def colour_of(number: int) -> str:
+    """The colour of a trial, the same in every picture."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def plot_timeline(study: optuna.Study) -> go.Figure:
+    """Plot which trial was on which device when.
+
+    Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
+    have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
+    Where there are several nodes, the rows are grouped by them, and grey where a device was there.
+    The lane at the bottom shows the shared pipeline: how busy its preprocessors were, for how much
+    of their time trials waited for data, and how full the queues before them were.
+
+    Args:
+        study: A study whose trials ran on a fleet.
+
+    Returns:
+        A figure with one row per device; an empty one, with a note, if no trial ran on a fleet.
+    """
+    import plotly.graph_objects as go
+
+    return go.Figure(**figure_of(timeline_of(study)))
+
+
+def figure_of(timeline: Timeline) -> dict[str, list[dict[str, Any]] | dict[str, Any]]:
+    """The `data` and the `layout` of a plotly figure."""
+    if not timeline.bars:
+        note = {"text": _NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}
+        hidden = {"visible": False}
+        layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden}
+        return {"data": [], "layout": {"template": "plotly_white", **layout}}
+    rows = {row: place for place, row in enumerate(timeline.rows)}
+    lane = _Lane(spans=timeline.spans, num_devices=len(rows))
+    traces = [
+        *_stay_traces(timeline, rows),
+        *_bar_traces(timeline, rows),
+        *_mark_traces(timeline, rows),
+        *lane.traces(),
+    ]
+    return {"data": traces, "layout": _layout(timeline, lane)}
+
+
+def row_px(num_devices: int) -> int:
+    """Height of a row: less for many devices, so that the picture stays of a usable size."""
+    return max(14, min(60, 1600 // max(num_devices, 1)))
+
+
+def _layout(timeline: Timeline, lane: _Lane) -> dict[str, Any]:
+    rows = timeline.rows
+    num_rows, has_lane = len(rows) + lane.rows, bool(lane.spans)
+    upright = {**_LINE, "yref": "paper", "y0": 0, "y1": 1, "name": "new round"}
+    upright |= {"legendrank": _FIRST, "line": {"color": "#707070", "width": 1.5}}
+    level = {**_LINE, "xref": "paper", "x0": 0, "x1": 1, "showlegend": False}
+    level |= {"line": {"color": "#909090", "width": 1}}
+    borders = [n - 0.5 for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]
+    return {
+        "template": "plotly_white",
+        "title": {"text": html.escape(_title(timeline))},
+        "height": max(320, 140 + row_px(len(rows)) * num_rows),
+        "margin": {"t": 70, "b": 60},
+        "barmode": "overlay",
+        "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
+        "showlegend": True,
+        "xaxis": {
+            "title": {"text": "time since the first start (s)"},
+            "range": [0, timeline.duration_s * 1.01],
+        },
+        "yaxis": {
+            "title": {"text": "device"},
+            "tickvals": [*range(len(rows)), *[lane.centre] * has_lane],
+            "ticktext": [*map(html.escape, _labels(rows)), *["data"] * has_lane],
+            "range": [num_rows - 0.5, -0.5],
+            "showgrid": False,
+            "zeroline": False,
+        },
+        # The first line explains all of them in the legend.
+        "shapes": [
+            *(
+                {**upright, "x0": time_s, "x1": time_s, "showlegend": index == 0}
+                for index, time_s in enumerate(timeline.round_starts)
+            ),
+            *({**level, "y0": height, "y1": height} for height in borders),
+        ],
+    }
+
+
+def _title(timeline: Timeline) -> str:
+    """What the picture shows, with the study's name if it was given one."""
+    counts = {"trial": len(timeline.numbers), "device": len({bar.row for bar in timeline.bars})}
+    shown = " on ".join(f"{n} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
+    if (num_nodes := len({bar.row[0] for bar in timeline.bars})) > 1:
+        shown += f" of {num_nodes} nodes"
+    return shown if timeline.name.startswith("no-name-") else f"{timeline.name}: {shown}"
+
+
+def _labels(rows: Sequence[Row]) -> Iterator[str]:
+    """Numbers of the devices; the first of each node has its name too."""
+    before = ""
+    for node, device in rows:
+        name = node if len(node) <= _LONGEST_NAME else f"{node[: _LONGEST_NAME - 1]}…"
+        yield f"{name}  {device}" if node != before else str(device)
+        before = node
+
+
+# -- bars -----------------------------------------------------------------------------------------
+
+
+def _stay_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    if stays := timeline.stays:
+        yield {
+            "type": "bar",
+            "orientation": "h",
+            "width": 1.0,
+            "x": [stay.end_s - stay.start_s for stay in stays],
+            "base": [stay.start_s for stay in stays],
+            "y": [rows[stay.row] for stay in stays],
+            "name": "node is there",
+            "hoverinfo": "skip",
+            "legendrank": _FIRST,
+            "marker": {"color": "#EFEFEF", "line": {"width": 0}},
+        }
+
+
+def _bar_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    bars = timeline.bars
+    if len(timeline.numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
+        yield {**_bar_trace(bars, rows), "showlegend": False}
+    else:
+        for number in timeline.numbers:
+            # The legend shows a trial as its trace's first bar, so the last flight comes first.
+            own = [bar for bar in reversed(bars) if bar.number == number]
+            yield {**_bar_trace(own, rows), "name": f"trial {number}"}
+    if any(bar.mark is Mark.PRUNED for bar in bars):  # draws nothing, but explains the hatch
+        marker = {"color": GREY, "pattern": {"shape": "/", **_HATCH}}
+        entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
+        yield {"type": "bar", "orientation": "h", "legendrank": _FIRST, **entry}
+
+
+def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "width": _BAR_HEIGHT,
+        "x": [bar.end_s - bar.start_s for bar in bars],
+        "base": [bar.start_s for bar in bars],
+        "y": [rows[bar.row] for bar in bars],
+        "text": [str(bar.number) for bar in bars],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "textfont": {"color": INK, "size": 13},
+        "customdata": [bar.text for bar in bars],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "marker": {
+            "color": [colour_of(bar.number) for bar in bars],
+            "line": {"color": "white", "width": 1},
+            "pattern": {"shape": ["/" * (bar.mark is Mark.PRUNED) for bar in bars], **_HATCH},
+        },
+    }
+
+
+def _mark_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    for mark, symbol in _SYMBOLS.items():
+        if own := [bar for bar in timeline.bars if bar.mark is mark]:
+            yield {
+                "type": "scatter",
+                "mode": "markers",
+                "name": mark.value,
+                "x": [bar.end_s for bar in own],
+                "y": [rows[bar.row] for bar in own],
+                "hoverinfo": "skip",
+                "cliponaxis": False,
+                "legendrank": _FIRST,
+                "marker": {
+                    "symbol": symbol,
+                    "size": 11,
+                    "color": INK if mark is Mark.MOVED else ALERT,
+                    "line": {"color": "white", "width": 1},
+                },
+            }
+
+
+# -- what the pipeline did ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lane:
+    """The lane below the devices, in rows, which count downwards; of no height without spans."""
+
+    spans: Sequence[PipelineSpan]
+    num_devices: int
+
+    @property
+    def rows(self) -> int:
+        return math.ceil(_LEAST_LANE_PX / row_px(self.num_devices)) if self.spans else 0
+
+    @property
+    def centre(self) -> float:
+        return self.num_devices + (self.rows - 1) / 2
+
+    def place(self, share: float) -> float:
+        """Where a share from 0 to 1 lies."""
+        margin = 1 - _BAR_HEIGHT
+        bottom = self.num_devices + self.rows - 0.5 - margin / 2
+        return bottom - (self.rows - margin) * min(max(share, 0.0), 1.0)
+
+    def traces(self) -> Iterator[dict[str, Any]]:
+        if self.spans:
+            yield from (self._area(name) for name in LANE_CURVES)
+            yield self._line()
+
+    def _area(self, name: str) -> dict[str, Any]:
+        """One rectangle for each span."""
+        tops = [self.place(getattr(span, name)) for span in self.spans]
+        bottom = self.place(0.0)
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "name": LANE_CURVES[name],
+            "x": [x for s in self.spans for x in (s.start, s.start, s.end, s.end, s.start, None)],
+            "y": [y for top in tops for y in (bottom, top, top, bottom, bottom, None)],
+            "fill": "toself",
+            "fillcolor": _LANE_COLOURS[name],
+            "line": {"width": 0},
+            "hoverinfo": "skip",
+            "legendrank": _FIRST,
+        }
+
+    def _line(self) -> dict[str, Any]:
+        """Steps; with a gap where nothing was recorded for a time."""
+        corners: list[tuple[float, float, str] | tuple[None, None, None]] = []
+        for n, span in enumerate(self.spans):
+            if n and span.start > self.spans[n - 1].end + 0.001:
+                corners.append((None, None, None))
+            place, text = self.place(span.queue), _span_text(span)
+            corners += [(time_s, place, text) for time_s in (span.start, span.end)]
+        x, y, texts = (list(column) for column in zip(*corners, strict=True))
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "name": LANE_LINE,
+            "x": x,
+            "y": y,
+            "customdata": texts,
+            "hovertemplate": "%{customdata}<extra></extra>",
+            "line": {"color": INK, "width": 1.5},
+            "legendrank": _FIRST,
+        }
+
+
+def _span_text(span: PipelineSpan) -> str:
+    lines = [
+        f"<b>data</b>, {span.start:.1f} s to {span.end:.1f} s",
+        f"{span.num_preprocessors:.1f} preprocessors, busy for {span.busy:.0%} of their time",
+        f"short of memory for {span.blocked:.0%}",
+        f"queues {span.queue:.0%} full",
+        f"trials waited for {span.stalled:.0%} of their time",
+    ]
+    return "<br>".join(lines)

@@ -1,0 +1,45 @@
+"""Ctrl-C twice, and what Optuna keeps for each thread."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+from unittest import mock
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from optuna_fleet import FleetExecutor
+from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from tests.behaviour.test_studies import interrupt_driver, states, unit
+
+COMPLETE, FAIL, RUNNING = TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "left"), [(Ledger, "abandon", RUNNING), (Runtime, "reset", FAIL)]
+)
+def test_a_second_control_c_leaves_at_once(owner: type, method: str, left: TrialState) -> None:
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=2)
+    study, after = optuna.create_study(), optuna.create_study()
+    with FleetExecutor(devices=2) as executor:
+        with (
+            mock.patch.object(owner, method, side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            study.optimize(objective, n_trials=2, executor=executor)
+        after.optimize(unit, n_trials=4, executor=executor)  # no device is still busy with that
+    assert states(study) == 2 * [left]
+    assert states(after) == 4 * [COMPLETE]
+
+
+def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna_fleet.executor.call.call_handler._SLOW_S", 0.0)
+    study = optuna.create_study(storage="sqlite:///:memory:")
+    study.optimize(unit, n_trials=6, executor=fleet)
+    assert states(study) == 6 * [COMPLETE]

@@ -1,0 +1,753 @@
+"""The controller alone: events in, instructions out, no process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optuna_fleet.alloc import Allocator, GreedyAllocator, RateProfile, validate
+from optuna_fleet.alloc.problem import Assignment, Flotilla, Plan
+from optuna_fleet.events import (
+    Abort,
+    Allocate,
+    AnswerEpoch,
+    BeginCheck,
+    CheckAffordable,
+    CheckEnded,
+    CheckpointSaved,
+    DataRequested,
+    DeviceGone,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    Ending,
+    EpochDecision,
+    EpochEnded,
+    Event,
+    FinishTrial,
+    GiveUp,
+    Interrupt,
+    Launch,
+    Model,
+    MoveMeasured,
+    MoveRefused,
+    PlanDecided,
+    ProposalDelayed,
+    ProposalsExhausted,
+    Propose,
+    RankEnded,
+    RateMeasured,
+    Requeue,
+    ReturnToQueue,
+    RunLingers,
+    StartRound,
+    TrialProposed,
+    WidthLimited,
+)
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.deciding.trials import (
+    PARADIGMS,
+    PolicyRules,
+    Run,
+    Status,
+)
+from optuna_fleet.preflight.verdict import Finding
+from optuna_fleet.resources import Device
+
+
+def joined(device: int) -> DeviceJoined:
+    return DeviceJoined(device=Device(index=device, node=device // 4, kind="cpu"))
+
+
+def reached(
+    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32, **more: Any
+) -> DataRequested:
+    model = Model(structure=structure, resumable=resumable, max_devices=max_devices, **more)
+    return DataRequested(run_id=run_id, model=model)
+
+
+def epoch_ended(run_id: int, *, epochs_done: int = 1, converged: bool = False) -> EpochEnded:
+    return EpochEnded(run_id=run_id, epochs_done=epochs_done, converged=converged)
+
+
+def rate(run_id: int) -> RateMeasured:
+    return RateMeasured(run_id=run_id, samples_per_s=100.0)
+
+
+def goes_on(run_id: int) -> AnswerEpoch:
+    return AnswerEpoch(run_id=run_id, decision=EpochDecision.GO)
+
+
+def yields(run_id: int, *devices: int) -> AnswerEpoch:
+    return AnswerEpoch(run_id=run_id, decision=EpochDecision.YIELD, devices=devices)
+
+
+class World:
+    """Feeds a controller, plays out what it says, and checks what must always hold."""
+
+    def __init__(
+        self,
+        num_devices: int = 4,
+        trials: int = 4,
+        devices: Sequence[Device] | None = None,
+        **policy: Any,
+    ) -> None:
+        self.controller = Controller(PolicyRules(**policy))
+        self.devices = devices or [joined(device).device for device in range(num_devices)]
+        self.allocator: Allocator = GreedyAllocator()
+        self.budget = trials
+        self.numbers = itertools.count()
+        self.runs: dict[int, Launch] = {}
+        self.busy: dict[int, int] = {}
+        self.done: list[int] = []
+        self.log: list[Any] = []
+        self.unanswered: list[Allocate] = []
+        self.resting: set[int] = set()
+        self.yielding: set[int] = set()
+        self.check: BeginCheck | None = None  # under way
+        for device in self.devices:
+            self.tell(DeviceJoined(device=device))
+
+    def tell(self, *told: Event) -> list[Any]:
+        """Handle events and everything that follows by itself; return the instructions."""
+        seen: list[Any] = []
+        events = [*told]
+        while events:
+            for instruction in self.controller.handle(events.pop(0)):
+                seen.append(instruction)
+                events += self._carry_out(instruction)
+        self.log += seen
+        return seen
+
+    def _carry_out(self, instruction: Any) -> list[Event]:
+        match instruction:
+            case Propose():
+                if self.budget == 0:
+                    return [ProposalsExhausted()]
+                self.budget -= 1
+                return [TrialProposed(number=next(self.numbers))]
+            case Launch():
+                checked_on = {self.check.device} if self.check else set()
+                used = {*self.busy, *checked_on}
+                assert not set(instruction.devices) & used, "a device is used twice"
+                assert len(set(instruction.devices)) == len(instruction.devices)
+                flying = [run.number for run in self.runs.values()]
+                assert instruction.number not in flying, "a trial flies twice"
+                self.runs[instruction.run_id] = instruction
+                self.busy.update(dict.fromkeys(instruction.devices, instruction.run_id))
+            case BeginCheck():
+                assert self.check is None, "two checks at once"
+                assert instruction.device not in self.busy, "a device is used twice"
+                self.check = instruction
+            case Allocate():
+                self.unanswered.append(instruction)
+            case AnswerEpoch():
+                self.resting.discard(instruction.run_id)
+                if instruction.decision is EpochDecision.YIELD:
+                    self.yielding.add(instruction.run_id)
+            case Interrupt():
+                self.yielding.add(instruction.run_id)
+            case FinishTrial() | GiveUp() | ReturnToQueue():
+                assert instruction.number not in self.done, "a trial ends twice"
+                self.done.append(instruction.number)
+        return []
+
+    def decide(self) -> list[Any]:
+        """The solver answers."""
+        problem = self.unanswered.pop(0).problem
+        plan = self.allocator.allocate(problem)
+        validate(problem, plan)
+        return self.tell(PlanDecided(plan=plan))
+
+    def settle_all(self) -> None:
+        """Let every flying trial be measured and every decision be made."""
+        for run_id in list(self.runs):
+            self.tell(reached(run_id, f"s{run_id}"))
+            self.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
+        while self.unanswered:
+            self.decide()
+
+    def checked(self, *, widens: bool = True, moves: bool = True) -> list[Any]:
+        """The check under way has come to this."""
+        assert self.check is not None
+        traits, self.check = self.check.traits, None
+        return self.tell(CheckEnded(finding=Finding(traits=traits, widens=widens, moves=moves)))
+
+    def end(self, run_id: int, ending: Ending = Ending.RETURNED) -> list[Any]:
+        """All ranks of a run end."""
+        launch = self.runs.pop(run_id)
+        seen: list[Any] = []
+        for device in launch.devices:
+            if self.busy.pop(device, None) is not None:
+                seen += self.tell(RankEnded(run_id=run_id, device=device, ending=ending))
+        return seen
+
+    def lose(self, run_id: int) -> None:
+        """The trainer of a run's first device dies, its peers notice; then a new one joins."""
+        launch = self.runs.pop(run_id)
+        for device in launch.devices:
+            del self.busy[device]
+        lost, *peers = launch.devices
+        self.tell(DeviceLost(device=lost))
+        for peer in peers:
+            self.tell(RankEnded(run_id=run_id, device=peer, ending=Ending.RAISED))
+        self.tell(DeviceJoined(device=self.devices[lost]))
+
+
+def play_out(
+    world: World, rng: random.Random, *, structures: int = 2**32, spanning: int = 0, kinds: int = 0
+) -> None:
+    """Let anything happen that can, in any order, until all trials have ended.
+
+    Every second trial spans device types if `spanning`, and needs so many devices at most. They
+    are of so many `kinds`, of which some fail their checks.
+    """
+    for _ in range(3000):
+        if world.controller.finished:
+            break
+        choices = [("decide", 0)] if world.unanswered else []
+        choices += [("check", 0)] if world.check else [("afford", 0)] if kinds else []
+        choices += [
+            (what, run)
+            for run in world.runs
+            for what in ("reach", "epoch", "end", "lose", "yield")
+            if what != "yield" or run in world.yielding
+            if what not in ("reach", "epoch", "end") or run not in world.resting
+        ]
+        assert choices, "nothing can happen any more, but trials are left"
+        what, run_id = rng.choice(choices)
+        match what:
+            case "decide":
+                world.decide()
+            case "afford" | "check":
+                _play_check(world, rng)
+            case "reach":
+                _play_start(world, rng, run_id, structures, spanning, kinds)
+            case "epoch":
+                world.resting.add(run_id)
+                world.tell(epoch_ended(run_id))
+            case "yield":
+                world.end(run_id, Ending.YIELDED)
+            case "end":
+                world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
+            case "lose":
+                world.lose(run_id)
+    assert world.controller.finished
+
+
+def _play_check(world: World, rng: random.Random) -> None:
+    if world.check is None:
+        world.tell(CheckAffordable())
+    elif rng.random() < 0.2:
+        world.check = None
+        world.tell(CheckEnded(finding=None))
+    else:
+        world.checked(widens=rng.random() < 0.7, moves=rng.random() < 0.7)
+
+
+def _play_start(
+    world: World, rng: random.Random, run_id: int, structures: int, spanning: int, kinds: int
+) -> None:
+    resumable = rng.random() < 0.8
+    number = world.runs[run_id].number
+    spans = spanning > 0 and number % 2 == 1
+    least = min(number, spanning) if spans else 1
+    of_it: dict[str, Any] = {"min_devices": least, "spans_types": spans}
+    if kinds and least == 1:
+        of_it["traits"] = frozenset({f"{number % kinds}"})
+    world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable, **of_it))
+    if least > len(world.runs[run_id].devices):
+        world.end(run_id, Ending.YIELDED)
+    else:
+        world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
+
+
+def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(i.number, i.devices) for i in instructions if isinstance(i, Launch)]
+
+
+def test_every_device_gets_a_probe_at_once() -> None:
+    world = World(num_devices=4, trials=10)
+    assert launches(world.log) == [(0, (0,)), (1, (1,)), (2, (2,)), (3, (3,))]
+    assert all(launch.probe and launch.measure for launch in world.runs.values())
+    assert {t.status for t in world.controller._roster.trials.values()} == {Status.PROBING}
+
+
+def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:
+    world = World(num_devices=1, trials=2)
+    instructions = world.end(0)
+    assert [type(i) for i in instructions] == [FinishTrial, Propose, Launch]
+    world.end(1)
+    assert world.controller.finished
+    assert world.done == [0, 1]
+
+
+def test_the_first_round_waits_for_all_rates() -> None:
+    world = World(num_devices=2, trials=2)
+    for run_id in (0, 1):
+        world.tell(reached(run_id, f"s{run_id}"))
+    assert world.tell(RateMeasured(run_id=0, samples_per_s=10.0)) == []
+    (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
+    assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 20.0]
+    assert [c.devices for c in allocate.problem.candidates] == [(0,), (1,)]
+
+
+def test_equal_structures_share_one_profile() -> None:
+    world = World(num_devices=2, trials=2)
+    world.tell(reached(0, "same"))
+    world.tell(RateMeasured(run_id=0, samples_per_s=10.0))
+    (allocate,) = world.tell(reached(1, "same"))
+    assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 10.0]
+
+
+def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsewhere() -> None:
+    world = World(num_devices=2, trials=2)
+    world.settle_all()
+    world.end(0)  # no proposal is left: the other trial may have both devices
+    instructions = world.decide()
+    assert [type(i) for i in instructions] == [StartRound]
+    assert world.tell(epoch_ended(1)) == [yields(1, 0, 1)]
+    instructions = world.end(1, Ending.YIELDED)
+    assert [type(i) for i in instructions] == [Requeue, Launch]
+    assert launches(instructions) == [(1, (0, 1))]
+    assert not instructions[1].probe
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [({}, 2.0), ({1: 30.0}, 30.0), ({1: 0.5}, 0.5), ({0: 0.5, 2: 9.0}, 4.75)],
+)
+def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
+    moves: dict[int, float], expected: float
+) -> None:
+    world = World(num_devices=4, trials=3, paradigm="elastic", rescale_s=2.0)
+    world.settle_all()
+    for run_id, seconds in moves.items():
+        world.tell(MoveMeasured(run_id=run_id, seconds=seconds))
+    world.tell(MoveMeasured(run_id=9, seconds=99.0))  # of a run that is over
+    (allocate,) = world.tell(epoch_ended(1))
+    candidate = allocate.problem.by_number[1]
+    assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
+
+
+def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
+    world = World(num_devices=2, trials=1, paradigm="elastic", moves_within_epochs=True)
+    world.tell(reached(0, "s", movable=True), rate(0))
+    world.tell(plan_of({0: (1,)}))
+    world.end(0, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (1,)
+    assert world.tell(reached(run_id, "s", movable=True)) == []
+    (allocate,) = world.tell(reached(run_id, "another", movable=True), rate(run_id))
+    assert isinstance(allocate, Allocate)
+
+
+def flies_on_three() -> tuple[World, int]:
+    """A trial that can leave between two batches, and its run."""
+    world = World(num_devices=3, trials=1, paradigm="elastic", moves_within_epochs=True)
+    world.tell(reached(0, "s", movable=True), rate(0))
+    world.tell(plan_of({0: (0, 1, 2)}))
+    world.end(0, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (0, 1, 2)
+    world.tell(rate(run_id))
+    world.tell(plan_of({0: (0, 1, 2)}))
+    return world, run_id
+
+
+def test_a_node_that_leaves_poses_the_problem_that_its_loss_does_in_a_replay() -> None:
+    def ended(run_id: int, *devices: int, ending: Ending) -> list[RankEnded]:
+        return [RankEnded(run_id=run_id, device=d, ending=ending) for d in devices]
+
+    live, run_id = flies_on_three()
+    live.tell(DeviceLeaving(device=2))
+    *_, announced = live.tell(*ended(run_id, 0, 1, 2, ending=Ending.YIELDED))
+    replayed, run_id = flies_on_three()
+    replayed.tell(DeviceGone(device=2))
+    *_, lost = replayed.tell(*ended(run_id, 0, 1, ending=Ending.ABORTED))
+    (candidate,) = announced.problem.candidates
+    assert candidate.devices == (0, 1)
+    candidate = replace(candidate, rates=candidate.rates[:2])  # the node is still there
+    assert replace(announced.problem, candidates=(candidate,)) == lost.problem
+
+
+def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
+    world = World(num_devices=1, trials=1)
+    world.settle_all()
+    go, stop = EpochDecision.GO, EpochDecision.STOP
+    assert world.tell(epoch_ended(0)) == [AnswerEpoch(run_id=0, decision=go)]
+    assert world.tell(epoch_ended(0, converged=True)) == [AnswerEpoch(run_id=0, decision=stop)]
+
+
+@pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
+def test_a_round_ends_when_fewer_than_alpha_of_its_devices_are_active(
+    ended: int, decides: bool
+) -> None:
+    world = World(num_devices=10, trials=10, alpha=0.8)
+    world.settle_all()
+    before = world.controller.round
+    for run_id in range(ended):
+        world.end(run_id)
+    assert bool(world.unanswered) is decides
+    assert world.controller.round == before
+
+
+def plan_of(placed: dict[int, tuple[int, ...]]) -> PlanDecided:
+    rated = [Assignment(number=n, devices=d, rate=100.0 * len(d)) for n, d in placed.items()]
+    flotillas = tuple(Flotilla(assignments=(assignment,)) for assignment in rated)
+    return PlanDecided(plan=Plan(flotillas=flotillas, allocator="", reason="", status="heuristic"))
+
+
+def four_of_which_trial_0_gets_two() -> World:
+    """Trial 0 is to have devices 0 and 1, trial 1 has to leave; 2 and 3 stay."""
+    world = World(num_devices=4, trials=4)
+    world.tell(*[e for run in range(4) for e in (reached(run, "s"), rate(run))])
+    world.unanswered.clear()
+    world.tell(plan_of({0: (0, 1), 2: (2,), 3: (3,)}))
+    return world
+
+
+def test_while_one_is_slow_to_leave_the_others_are_planned_for() -> None:
+    world = four_of_which_trial_0_gets_two()
+    assert world.tell(epoch_ended(1)) == [yields(1)]
+    assert [type(i) for i in world.end(1, Ending.YIELDED)] == [Requeue]
+    *_, allocate = world.end(3)
+    assert [c.number for c in allocate.problem.candidates] == [1, 2]
+    assert allocate.problem.devices == (2, 3)  # trial 0 has been promised 0 and 1
+    assert launches(world.tell(plan_of({1: (3,), 2: (2,)}))) == [(1, (3,))]
+    world.tell(epoch_ended(0))
+    assert launches(world.end(0, Ending.YIELDED)) == [(0, (0, 1))]
+
+
+def test_a_refused_move_costs_one_decision() -> None:
+    world = four_of_which_trial_0_gets_two()
+    assert world.tell(epoch_ended(0)) == [yields(0, 0, 1)]
+    (allocate,) = world.tell(MoveRefused(run_id=0))
+    assert [c.number for c in allocate.problem.candidates] == [1, 2, 3]
+    assert allocate.problem.devices == (1, 2, 3)
+    for run_id in range(4):  # trial 1 need not leave any more, and nobody asks trial 0 again
+        assert world.tell(epoch_ended(run_id)) == [goes_on(run_id)]
+    assert [type(i) for i in world.tell(plan_of({1: (1,), 2: (2,), 3: (3,)}))] == [StartRound]
+    assert world.tell(MoveRefused(run_id=0)) == []
+
+
+def test_a_trial_that_must_stay_on_one_device_is_not_moved_to_two() -> None:
+    world = four_of_which_trial_0_gets_two()
+    (allocate,) = world.tell(WidthLimited(run_id=0, max_devices=1))
+    assert [c.widest for c in allocate.problem.candidates] == [1, 4, 4, 4]
+    assert world.tell(epoch_ended(0)) == [goes_on(0)]
+
+
+def test_the_local_paradigm_refills_but_never_moves() -> None:
+    world = World(num_devices=2, trials=4, paradigm="local")
+    world.settle_all()
+    assert launches(world.end(0)) == [(2, (0,))]
+    world.settle_all()
+    assert launches(world.end(1)) == [(3, (1,))]
+    world.settle_all()
+    world.end(2)
+    assert not world.unanswered
+    go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
+    assert world.tell(epoch_ended(3)) == [go]
+
+
+def test_what_can_not_be_moved_is_no_candidate() -> None:
+    world = World(num_devices=2, trials=2)
+    world.tell(reached(0, "a", resumable=False))
+    world.tell(reached(1, "b"))
+    (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
+    assert [c.number for c in allocate.problem.candidates] == [1]
+    assert allocate.problem.devices == (1,)
+
+
+def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
+    world = World(num_devices=2, trials=1)
+    world.tell(reached(0, "a", resumable=False))
+    assert not world.unanswered
+    world.tell(epoch_ended(0))
+    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
+    assert [c.number for c in allocate.problem.candidates] == [0]
+
+
+def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(epoch_ended(0))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    assert world.runs[run_id].devices == (0, 1)
+    world.tell(reached(run_id, "s0"))
+    (allocate,) = world.tell(RateMeasured(run_id=run_id, samples_per_s=60.0))
+    assert allocate.problem.candidates[0].rates == (100.0, 60.0)
+    world.decide()
+    (answer,) = world.tell(epoch_ended(run_id))
+    assert answer.decision is EpochDecision.YIELD
+
+
+def test_a_lost_trainer_requeues_its_trial_and_cuts_off_its_peers() -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(epoch_ended(0))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    world.busy.pop(0)
+    assert world.tell(DeviceLost(device=0)) == [Abort(run_id=run_id, devices=(1,), lost=True)]
+    world.busy.clear()
+    instructions = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
+    assert Requeue(number=0, run_id=run_id) in instructions
+
+
+def test_a_trial_that_keeps_losing_its_devices_is_given_up() -> None:
+    world = World(num_devices=1, trials=1, max_restarts=2)
+    for _ in range(3):
+        (run_id,) = world.runs
+        world.runs.clear()
+        world.busy.clear()
+        instructions = world.tell(DeviceLost(device=0))
+        world.tell(joined(0))
+    assert GiveUp(number=0, run_id=run_id, restarts=3) in instructions
+    assert world.controller.finished
+
+
+def test_a_trial_goes_on_where_its_last_checkpoint_is() -> None:
+    world = World(num_devices=1, trials=1)
+    assert world.runs[0].checkpoint is None
+    world.lose(0)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.checkpoint is None
+    world.settle_all()
+    for epoch in (1, 2, 3):
+        if epoch < 3:
+            world.tell(CheckpointSaved(run_id=run_id, epoch=epoch, location=f"after {epoch}"))
+        world.tell(epoch_ended(run_id, epochs_done=epoch))
+    world.lose(run_id)
+    world.tell(CheckpointSaved(run_id=run_id, epoch=9, location="too late"))
+    (allocate,) = world.unanswered
+    assert allocate.problem.by_number[0].epochs_done == 2
+    world.decide()
+    (launch,) = world.runs.values()
+    assert launch.checkpoint == "after 2"
+
+
+def test_a_trial_that_a_dead_driver_left_goes_on_where_that_had_a_checkpoint() -> None:
+    controller = Controller(PolicyRules())
+    controller.handle(joined(0))
+    (launch, *_) = controller.handle(TrialProposed(number=0, checkpoint="there"))
+    assert isinstance(launch, Launch)
+    assert launch.checkpoint == "there"
+
+
+def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_killed() -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(epoch_ended(0))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
+    assert cut == Abort(run_id=run_id, devices=(0,), lost=False)
+    assert FinishTrial(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "is_lost"),
+    [
+        (Ending.DISCONNECTED, True),
+        (None, True),  # it is silent, and has to be killed
+        (Ending.RAISED, False),
+        (Ending.RETURNED, False),
+    ],
+)
+def test_a_collective_that_failed_for_want_of_its_peers_is_a_lost_device(
+    other: Ending | None, is_lost: bool
+) -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(epoch_ended(0))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.DISCONNECTED))
+    world.runs.clear()
+    world.busy.clear()
+    last = (
+        DeviceLost(device=0, by_order=True)
+        if other is None
+        else RankEnded(run_id=run_id, device=0, ending=other)
+    )
+    instructions = world.tell(last)
+    end = Requeue if is_lost else FinishTrial
+    assert end(number=0, run_id=run_id) in instructions
+
+
+def test_nothing_is_launched_where_a_trainer_is_leaving() -> None:
+    world = World(num_devices=1, trials=2)
+    (run_id,) = world.runs
+    world.runs.clear()
+    world.busy.clear()
+    ended = RankEnded(run_id=run_id, device=0, ending=Ending.RAISED, is_leaving=True)
+    assert world.tell(ended) == [FinishTrial(number=0, run_id=run_id)]
+    assert world.tell(DeviceLost(device=0)) == []
+    assert [type(i) for i in world.tell(joined(0))] == [Propose, Launch]
+
+
+def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
+    world = World(num_devices=1, trials=1)
+    instructions = world.end(0, Ending.ABORTED)
+    assert [type(i) for i in instructions] == [Requeue, Launch]
+
+
+def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
+    world = World(num_devices=1, trials=2)
+    world.end(0)
+    (run_id,) = world.runs
+    world.runs.clear()
+    world.busy.clear()
+    assert Requeue(number=1, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
+
+
+def test_no_trial_gets_more_devices_than_its_batch_has_samples() -> None:
+    world = World(num_devices=4, trials=1)
+    world.tell(reached(0, "a", max_devices=2))
+    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
+    assert [c.widest for c in allocate.problem.candidates] == [2]
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_who_needs_more_devices_than_are_left_is_launched_to_say_so(paradigm: Any) -> None:
+    """Else it would wait for ever."""
+    world = World(num_devices=2, trials=1, paradigm=paradigm)
+    world.tell(reached(0, "a", min_devices=2), DeviceLost(device=1))
+    world.end(0, Ending.YIELDED)
+    world.decide()
+    assert not world.runs
+    world.tell(DeviceGone(device=1))
+    world.tell(DeviceGone(device=1))  # no news
+    world.decide()
+    (run,) = world.runs.values()
+    assert (run.devices, world.unanswered) == ((0,), [])
+
+
+def test_known_profiles_spare_the_measurement() -> None:
+    profiles = {"s on cpu": RateProfile(structure="s", measured={1: 5.0}, kind="cpu")}
+    controller = Controller(PolicyRules(), profiles=profiles)
+    controller.handle(joined(0))
+    controller.handle(TrialProposed(number=0))
+    instructions = controller.handle(reached(0, "s"))
+    assert [type(i) for i in instructions] == [Allocate]
+
+
+@pytest.mark.parametrize("movable", [True, False])
+def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
+    world = World(2, 1, paradigm="elastic", moves_within_epochs=True)
+    (run_id,) = world.runs
+    world.tell(reached(run_id, "s", movable=movable), rate(run_id))
+    if not movable:
+        assert not world.unanswered
+        world.tell(epoch_ended(run_id))
+    plan = Plan(
+        flotillas=(Flotilla(assignments=(Assignment(number=0, devices=(0, 1), rate=20.0),)),),
+        allocator="",
+        reason="",
+        status="optimal",
+    )
+    told = world.tell(PlanDecided(plan=plan))
+    assert (Interrupt(run_id=run_id, devices=(0, 1)) in told) is movable
+    assert (yields(run_id, 0, 1) in told) is not movable
+
+
+def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
+    """Rank 1 of trial 0 has returned, and trial 1 flies on its device, while rank 0 goes on."""
+    controller = Controller(PolicyRules(paradigm="elastic"))
+    controller.handle(joined(0), TrialProposed(number=0))
+    controller.handle(joined(1), reached(0, "s"), ProposalDelayed())
+    controller.handle(RateMeasured(run_id=0, samples_per_s=10.0))
+    controller.handle(epoch_ended(0))
+    pair = Assignment(number=0, devices=(0, 1), rate=20.0)
+    plan = Plan(
+        flotillas=(Flotilla(assignments=(pair,)),), allocator="", reason="", status="optimal"
+    )
+    controller.handle(PlanDecided(plan=plan))
+    controller.handle(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
+    controller.handle(reached(1, "s"), RateMeasured(run_id=1, samples_per_s=20.0))
+    controller.handle(TrialProposed(number=1), ProposalDelayed())
+    ended = RankEnded(run_id=1, device=1, ending=Ending.RETURNED)
+    assert controller.handle(ended) == []  # the other rank ends in a moment, and one plan is made
+    (launch,) = controller.handle(RunLingers(run_id=1))
+    assert (launch.number, launch.devices) == (1, (1,))
+    controller.handle(reached(2, "s"), TrialProposed(number=2), ProposalDelayed())
+    controller.handle(joined(2))
+    controller.handle(reached(3, "s"))
+    controller.handle(joined(3))
+    (allocate,) = controller.handle(epoch_ended(3))
+    assert [c.number for c in allocate.problem.candidates] == [1, 2]
+    assert set(allocate.problem.devices) == {1, 2, 3}
+
+
+def test_one_alone_on_its_fewest_devices_rests_for_no_plan_until_a_device_is_free() -> None:
+    world = World(num_devices=2, trials=2, paradigm="elastic")
+    world.settle_all()
+    assert world.tell(epoch_ended(0)) == [goes_on(0)]
+    world.tell(joined(2))  # which nobody may be proposed for any more
+    assert any(isinstance(told, Allocate) for told in world.tell(epoch_ended(1)))
+
+
+def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
+    """The problem of two trials on two of four devices, told how many trials are to come."""
+    controller = Controller(PolicyRules(paradigm="elastic", **policy))
+    for k in (2, 3):  # whose trainers are to come again
+        assert controller.handle(joined(k), DeviceLost(device=k)) == []
+    for k in range(2):
+        assert controller.handle(joined(k)) == [Propose()]
+        (launch,) = controller.handle(TrialProposed(number=k, num_to_come=told - k))
+        assert isinstance(launch, Launch)
+        controller.handle(reached(k, f"s{k}"), rate(k))
+    if delayed:
+        controller.handle(joined(2))
+        controller.handle(ProposalDelayed())
+    (asked,) = controller.handle(epoch_ended(0), epoch_ended(1))  # one alone has no choice
+    assert isinstance(asked, Allocate)
+    return asked.problem
+
+
+def test_a_plan_knows_how_many_trials_are_to_come() -> None:
+    assert problem_at_the_first_epochs_end(told=7).num_to_come == 6
+    assert problem_at_the_first_epochs_end(told=1).num_to_come == 0
+
+
+def test_no_trial_is_to_come_while_the_sampler_waits() -> None:
+    assert problem_at_the_first_epochs_end(told=7, delayed=True).num_to_come == 0
+
+
+def test_trials_to_come_want_no_devices_that_max_trials_keeps_from_them() -> None:
+    assert problem_at_the_first_epochs_end(told=7, max_trials=2).num_to_come == 0
+    assert problem_at_the_first_epochs_end(told=7, max_trials=3).num_to_come == 1
+    assert problem_at_the_first_epochs_end(told=7, max_trials=4).num_to_come == 6
+
+
+# -- what is derived ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endings", "is_lost", "surviving"),
+    [
+        ("returned returned", False, (0, 1)),
+        ("lost", True, (1,)),
+        ("aborted", True, (0, 1)),
+        ("raised killed", False, (0,)),  # because of the error, and no restart is counted
+        ("disconnected", False, (0, 1)),  # it may turn out why
+        ("disconnected raised", False, (0, 1)),
+        ("disconnected disconnected", True, (0, 1)),
+        ("disconnected killed", True, (0,)),
+    ],
+)
+def test_whether_a_run_was_lost_and_what_is_left_of_its_devices(
+    endings: str, is_lost: bool, surviving: tuple[int, ...]
+) -> None:
+    run = Run(run_id=0, number=0, devices=(0, 1), measured=True)
+    run.endings.update(enumerate(map(Ending, endings.split())))
+    assert (run.is_lost, run.surviving) == (is_lost, surviving)
+    assert run.remaining == run.devices[len(run.endings) :]
