@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.messages import PassId
@@ -86,6 +87,7 @@ class Epoch:
     Attributes:
         key: Its name.
         status: A byte for each chunk.
+        rank: Chunks that nobody will come to go first where it is highest.
         passes: Those that are open.
         places: Address and bytes of chunks that are there or in production.
         deaths: How many preprocessors died over a chunk.
@@ -93,6 +95,7 @@ class Epoch:
 
     key: EpochKey
     status: bytearray
+    rank: tuple[int, str, int] = (0, "", 0)
     passes: dict[PassId, Pass] = field(default_factory=dict)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
@@ -112,3 +115,25 @@ class Epoch:
         while chunk >= 0:
             yield chunk
             chunk = self.status.find(ABSENT, chunk + 1, end)
+
+
+def nearest_absent(passes: Iterable[Pass], window: int) -> Iterator[ChunkKey]:
+    """Yields chunks that nobody has made, the nearest to a cursor first.
+
+    Of several as near that of the pass that comes first.
+    """
+    # Of each pass one: mostly nobody asks for a second.
+    found = []
+    for number, each in enumerate(passes):
+        chunk = each.epoch.status.find(ABSENT, each.cursor, each.cursor + window)
+        if chunk >= 0:
+            found.append((chunk - each.cursor, number, each))
+    heapify(found)
+    while found:
+        distance, number, each = found[0]
+        yield each.epoch.chunk(each.cursor + distance)
+        begin, end = each.cursor + distance + 1, each.cursor + window
+        if (chunk := each.epoch.status.find(ABSENT, begin, end)) >= 0:
+            heapreplace(found, (chunk - each.cursor, number, each))
+        else:
+            heappop(found)

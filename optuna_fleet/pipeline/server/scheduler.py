@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count, pairwise
+from operator import attrgetter
 
 from optuna_fleet.pipeline.messages import (
     ChunkError,
@@ -31,6 +32,7 @@ from optuna_fleet.pipeline.server.epochs import (
     Pass,
     Size,
     Want,
+    nearest_absent,
 )
 from optuna_fleet.pipeline.server.space import Space, pages
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
@@ -79,12 +81,13 @@ class Scheduler:
         self._epochs: dict[EpochKey, Epoch] = {}
         self._lent: set[tuple[int, int]] = set()
         self._idle_bytes = 0
+        self._waiting: set[Pass] = set()  # those that want something
         self._numbers = count()
 
     @property
     def num_stalled(self) -> int:
         """How many passes can't go on without a chunk that is not there."""
-        return sum(each.is_stalled for each in self.passes.values())
+        return sum(each.is_stalled for each in self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -102,8 +105,8 @@ class Scheduler:
 
     def num_making(self, owner: int) -> int:
         """How many chunks are being made for one owner alone."""
-        own = (each.status for key, each in self._epochs.items() if key.owner == owner)
-        return sum(status.count(MAKING) for status in own)
+        epochs = self._epochs.values()
+        return sum(each.status.count(MAKING) for each in epochs if each.key.owner == owner)
 
     # Passes
 
@@ -137,6 +140,7 @@ class Scheduler:
         known = reader.wanted.get(chunk)
         if known is None or (urgent and known.can_wait):
             reader.wanted[chunk] = Want(not urgent, next(self._numbers))
+            self._waiting.add(reader)
 
     def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
@@ -148,6 +152,7 @@ class Scheduler:
     def close_pass(self, pass_id: PassId) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go."""
         reader = self.passes.pop(pass_id)
+        self._waiting.discard(reader)
         epoch = reader.epoch
         del epoch.passes[pass_id]
         for chunk in [*reader.held]:
@@ -209,7 +214,7 @@ class Scheduler:
         if size.is_estimate and chunk + 1 < size.num_chunks:
             size.chunk_bytes, size.is_estimate = nbytes, False
         for reader in epoch.passes.values():
-            if (want := reader.wanted.pop(chunk, None)) is not None:
+            if (want := self._answered(reader, chunk)) is not None:
                 self._lend(reader, chunk, urgent=not want.can_wait)
 
     def put_back(self, key: ChunkKey) -> None:
@@ -245,8 +250,9 @@ class Scheduler:
 
     def _epoch(self, key: EpochKey) -> Epoch:
         if (found := self._epochs.get(key)) is None:
+            rank = -1 if key.name in self._fixed else key.epoch
             status = bytearray(self.sizes[key.name].num_chunks)
-            found = self._epochs[key] = Epoch(key, status)
+            found = self._epochs[key] = Epoch(key, status, (rank, key.name, key.owner or -1))
         return found
 
     def _forget(self, epoch: Epoch) -> None:
@@ -255,31 +261,23 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
         """What is absent and wanted, and whether somebody waits for it; the first comes first."""
-        passes = self.passes.values()
         asked = [
-            (want, chunk, each)
-            for each in passes
+            (want, chunk, each.epoch)
+            for each in self._waiting
             for chunk, want in each.wanted.items()
             if each.epoch.status[chunk] == ABSENT
         ]
-        for want, chunk, each in sorted(asked, key=lambda found: found[0]):
-            yield each.epoch.chunk(chunk), not want.can_wait
-        ahead = [
-            (chunk - each.cursor, number, each)
-            for number, each in enumerate(passes)
-            for chunk in each.epoch.absent(each.cursor, each.cursor + self._window)
-        ]
-        for distance, _, each in sorted(ahead, key=lambda found: found[:2]):
-            yield each.epoch.chunk(each.cursor + distance), False
+        for want, chunk, epoch in sorted(asked, key=lambda found: found[0]):
+            yield epoch.chunk(chunk), not want.can_wait
+        yield from ((key, False) for key in nearest_absent(self.passes.values(), self._window))
 
     def _upcoming(self) -> Iterator[ChunkKey]:
         """Absent chunks at the beginning of epochs that passes will go on to."""
         for each in self.passes.values():
-            name, number, owner = each.epoch.key
             num_chunks = len(each.epoch.status)
             beyond = each.cursor + self._window - num_chunks
             if each.continues and beyond > 0:
-                key = EpochKey(name, number + 1, owner)
+                key = each.epoch.key._replace(epoch=each.epoch.key.epoch + 1)
                 epoch = self._epochs.get(key) or Epoch(key, bytearray(num_chunks))
                 yield from map(epoch.chunk, epoch.absent(0, beyond))
 
@@ -294,10 +292,17 @@ class Scheduler:
         epoch.deaths.pop(key.chunk, None)
         epoch.status[key.chunk] = FAILED
         for each in epoch.passes.values():
-            if each.wanted.pop(key.chunk, None) is not None:
+            if self._answered(each, key.chunk) is not None:
                 failure = ChunkFailed(pass_id=each.pass_id[1], chunk=key.chunk, error=error)
                 self.outbox.append((each.pass_id[0], failure))
         self._forget(epoch)
+
+    def _answered(self, reader: Pass, chunk: int) -> Want | None:
+        """Notes that a pass need not wait for a chunk; returns how it did, if it did."""
+        want = reader.wanted.pop(chunk, None)
+        if not reader.wanted:
+            self._waiting.discard(reader)
+        return want
 
     # Lending
 
@@ -314,8 +319,8 @@ class Scheduler:
         if not reader.held:
             reader.was_asked = False
         reader.held.add(chunk)
-        ready = ChunkReady(reader.pass_id[1], chunk, *place, brief)
-        self.outbox.append((reader.pass_id[0], ready))
+        to, number = reader.pass_id
+        self.outbox.append((to, ChunkReady(number, chunk, *place, brief)))
 
     def _take_back(self, reader: Pass, chunk: int) -> None:
         epoch = reader.epoch
@@ -364,14 +369,9 @@ class Scheduler:
             address = self._space.allocate(nbytes)
         return address
 
-    def _rank(self, epoch: Epoch) -> tuple[int, str, int, int]:
-        name, number, owner = epoch.key
-        owned = -1 if owner is None else owner
-        return (-1 if name in self._fixed else number), name, number, owned
-
     def _worst(self, spare: int) -> tuple[Epoch, int] | None:
         """The chunk to give up first."""
-        epochs = sorted(self._epochs.values(), key=self._rank, reverse=True)
+        epochs = sorted(self._epochs.values(), key=attrgetter("rank"), reverse=True)
         for epoch in epochs:
             first = min(epoch.cursors(), default=len(epoch.status))
             if (chunk := epoch.status.rfind(IDLE, 0, first)) >= 0:
