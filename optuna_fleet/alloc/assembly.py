@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from optuna_fleet.alloc.model import Decision
+from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Flotilla, Plan
 from optuna_fleet.alloc.streams import affordable, flotillas_of, stream_limit
 
@@ -51,6 +53,18 @@ def plan_of(
         status=status,
         solver=solver,
         gap=gap,
+    )
+
+
+def plan_as_decided(problem: AllocationProblem, made: Decision, *, allocator: str) -> Plan:
+    """The plan of what the model has come to."""
+    return plan_of(
+        problem,
+        place(problem, made.choice),
+        allocator=allocator,
+        status=made.status,
+        gap=made.gap,
+        solver=made.solver,
     )
 
 

@@ -22,11 +22,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from optuna_fleet.alloc.assembly import plan_of
+from optuna_fleet.alloc.assembly import plan_as_decided, plan_of
 from optuna_fleet.alloc.fluid import FloatArray
 from optuna_fleet.alloc.makespan import makespan_worth
 from optuna_fleet.alloc.model import decide
-from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.program import Worth
 from optuna_fleet.arguments import check_number, check_that
@@ -73,14 +72,7 @@ class ElasticAllocator:
         if not problem.candidates or not problem.num_devices:
             return plan_of(problem, {}, allocator=self.name, status="trivial")
         made = decide(problem, self.worth(problem))
-        return plan_of(
-            problem,
-            place(problem, made.choice),
-            allocator=self.name,
-            status=made.status,
-            gap=made.gap,
-            solver=made.solver,
-        )
+        return plan_as_decided(problem, made, allocator=self.name)
 
     def worth(self, problem: AllocationProblem) -> Worth:
         """What devices are worth to each trial; of a problem with candidates and devices."""

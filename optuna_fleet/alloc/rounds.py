@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from optuna_fleet.alloc.assembly import plan_of
+from optuna_fleet.alloc.assembly import plan_as_decided, plan_of
 from optuna_fleet.alloc.model import decide
 from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
@@ -40,14 +40,7 @@ class MipAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""
         made = decide(problem, partial(self.gains, problem), flotilla_cost=self.flotilla_cost)
-        return plan_of(
-            problem,
-            place(problem, made.choice),
-            allocator=self.name,
-            status=made.status,
-            gap=made.gap,
-            solver=made.solver,
-        )
+        return plan_as_decided(problem, made, allocator=self.name)
 
     def gains(
         self, problem: AllocationProblem, candidate: Candidate, kind: str

@@ -166,6 +166,18 @@ def test_a_rate_that_is_not_known_is_estimated_until_a_trial_has_flown_on_so_man
     assert problems[-1] == (10.0, 15.0, pytest.approx(16.875))  # Eq. 5 beyond what was measured
 
 
+def test_what_a_sweep_measures_itself_no_belief_of_before_can_spoil():
+    rates = [tuple((1 + k / 4) * r for r in LINEAR) for k in range(6)]
+    trials = [trial(f"{k}", rates[k], epochs=4 + k) for k in range(6)]
+    run = EnsembleScenario(trials=trials, num_devices=4, policy="fleet-g", lookahead=0)
+    told, untold = (
+        {n: replace(run, widest_known=w, noise=n).run().end_s for n in (0.0, 3.0)}
+        for w in (None, 0)
+    )
+    assert told[3.0] != told[0.0]
+    assert untold[3.0] == untold[0.0]
+
+
 def test_the_baseline_is_list_scheduling():
     trials = [trial(epochs=3) for _ in range(7)]
     outcome = EnsembleScenario(trials=trials, num_devices=3, policy="baseline").run()
