@@ -231,13 +231,13 @@ class Making:
         """Notes what is so until the next event."""
         scheduler, now_s, num_measuring = self.scheduler, self._clock(), len(self._measuring)
         if now_s - self._looked_s >= _LOOK_S:
-            self._ready, self._looked_s = scheduler.ready(), now_s
+            self._ready, self._looked_s = scheduler.windows.ready(scheduler.passes.values()), now_s
         self._load.levels = Levels(
             running=sum(pool.num_running for pool in self._makers),
             busy=sum(pool.num_busy for pool in self._makers),
-            is_blocked=not self._setup.num_alone and scheduler.has_work,
+            is_blocked=scheduler.is_blocked,
             reading=len(scheduler.passes) + num_measuring,
-            stalled=scheduler.num_stalled + num_measuring,
+            stalled=len(scheduler.stalled) + num_measuring,
             ready=self._ready[0],
             window=self._ready[1],
         )

@@ -9,9 +9,10 @@ back: nobody waits while holding something.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import count, pairwise
+from itertools import pairwise
 from operator import attrgetter
 
 from optuna_fleet.pipeline.messages import (
@@ -31,10 +32,9 @@ from optuna_fleet.pipeline.server.epochs import (
     Order,
     Pass,
     Size,
-    Want,
-    nearest_absent,
 )
 from optuna_fleet.pipeline.server.space import Space, pages
+from optuna_fleet.pipeline.server.windows import Windows
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 MAX_DEATHS = 3
@@ -64,9 +64,12 @@ class Scheduler:
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
         passes: Those that are open.
+        windows: What lies ahead of them.
+        stalled: Those that can't go on without a chunk that is not there.
         sizes: How data sets are cut, by name, once that is known.
         num_dropped: How many chunks made room for others.
         lent_bytes: Bytes that passes hold.
+        is_blocked: Something is wanted that did not fit when somebody was free to make it.
     """
 
     def __init__(self, space: Space, *, window: int, fixed: Iterable[str] = ()) -> None:
@@ -76,32 +79,17 @@ class Scheduler:
         self.num_dropped = 0
         self.lent_bytes = 0
         self._space = space
-        self._window = window
+        self.windows = Windows(window)
         self._fixed = frozenset(fixed)
         self._epochs: dict[EpochKey, Epoch] = {}
         self._lent: set[tuple[int, int]] = set()
         self._idle_bytes = 0
-        self._waiting: set[Pass] = set()  # those that want something
-        self._numbers = count()
-
-    @property
-    def num_stalled(self) -> int:
-        """How many passes can't go on without a chunk that is not there."""
-        return sum(each.is_stalled for each in self._waiting)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether something is wanted that is neither there nor in production."""
-        return next(self._candidates(), None) is not None
-
-    def ready(self) -> tuple[int, int]:
-        """Returns how many chunks are there ahead of the passes, and how many could be."""
-        num_ready = num_ahead = 0
-        for each in self.passes.values():
-            ahead = each.epoch.status[each.cursor + 1 : each.cursor + self._window]
-            num_ahead += len(ahead)
-            num_ready += ahead.count(IDLE) + ahead.count(HELD)
-        return num_ready, num_ahead
+        self.is_blocked = False
+        # Dictionaries without values are sets with an order here.
+        self._urgent: dict[tuple[Epoch, int], None] = {}  # chunks that passes wait for
+        self._ahead: dict[tuple[Epoch, int], None] = {}  # others that were asked for
+        self.stalled: set[Pass] = set()
+        self._holding: dict[Pass, None] = {}  # and not yet asked to give back
 
     def num_making(self, owner: int) -> int:
         """How many chunks are being made for one owner alone."""
@@ -121,10 +109,17 @@ class Scheduler:
         assert pass_id not in self.passes, pass_id
         epoch = self._epoch(key)
         self.passes[pass_id] = epoch.passes[pass_id] = Pass(pass_id, epoch, cursor, continues)
+        insort(epoch.cursors, cursor)
+        self.windows.look_at(self.passes[pass_id])
 
     def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
-        self.passes[pass_id].cursor = cursor
+        reader = self.passes[pass_id]
+        if cursor != reader.cursor:
+            reader.epoch.cursors.remove(reader.cursor)
+            insort(reader.epoch.cursors, cursor)
+            reader.cursor = cursor
+            self.windows.look_at(reader)
 
     def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
@@ -137,26 +132,38 @@ class Scheduler:
             return
         if status[chunk] == FAILED:
             status[chunk] = ABSENT
-        known = reader.wanted.get(chunk)
-        if known is None or (urgent and known.can_wait):
-            reader.wanted[chunk] = Want(not urgent, next(self._numbers))
-            self._waiting.add(reader)
+        at = reader.epoch, chunk
+        reader.wanted[chunk] = urgent or reader.wanted.get(chunk, False)
+        if urgent:
+            self.stalled.add(reader)
+            self._ahead.pop(at, None)
+            self._urgent[at] = None
+        elif at not in self._urgent:
+            self._ahead[at] = None
 
     def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
         reader = self.passes[pass_id]
         for chunk in reader.held.intersection(chunks):
             self._take_back(reader, chunk)
-            reader.was_asked = False  # it may be asked again for those it still has
+            self._holding[reader] = None  # it may be asked again for those it still has
+        if not reader.held:
+            self._holding.pop(reader, None)
 
     def close_pass(self, pass_id: PassId) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go."""
         reader = self.passes.pop(pass_id)
-        self._waiting.discard(reader)
         epoch = reader.epoch
         del epoch.passes[pass_id]
+        epoch.cursors.remove(reader.cursor)
+        self.stalled.discard(reader)
+        self._holding.pop(reader, None)
+        self.windows.forget(reader)
         for chunk in [*reader.held]:
             self._take_back(reader, chunk)
+        for chunk in reader.wanted:
+            if not any(chunk in each.wanted for each in epoch.passes.values()):
+                self._unqueue(epoch, chunk)
         if epoch.key.owner is not None and not epoch.passes:
             while (chunk := epoch.status.find(IDLE)) >= 0:
                 self._drop(epoch, chunk)
@@ -174,6 +181,7 @@ class Scheduler:
         Args:
             accept: Whether somebody is free for this chunk now; None if for any.
         """
+        self.is_blocked = False
         for key, urgent in self._candidates():
             if accept is not None and not accept(key):
                 continue
@@ -182,13 +190,14 @@ class Scheduler:
                 self._refuse(key, _too_large(key, nbytes, self._space.nbytes))
                 continue
             # What can wait may not push out what readers will come to next.
-            address = self._make_room(nbytes, spare=0 if urgent else self._window)
+            address = self._make_room(nbytes, spare=0 if urgent else self.windows.length)
             if address is not None:
                 return self._order(key, nbytes, address)
-            if urgent:  # the others are no smaller and no more urgent
+            self.is_blocked = True  # the others are no smaller and no more urgent
+            if urgent:
                 self._recall()
             return None
-        for key in self._upcoming():
+        for key in self.windows.upcoming(self._epochs):
             if accept is None or accept(key):
                 nbytes = self.order_bytes(key.name)
                 address = self._space.allocate(nbytes)
@@ -213,16 +222,12 @@ class Scheduler:
         epoch.deaths.pop(chunk, None)
         if size.is_estimate and chunk + 1 < size.num_chunks:
             size.chunk_bytes, size.is_estimate = nbytes, False
-        for reader in epoch.passes.values():
-            if (want := self._answered(reader, chunk)) is not None:
-                self._lend(reader, chunk, urgent=not want.can_wait)
+        for reader, urgent in self._answered(epoch, chunk):
+            self._lend(reader, chunk, urgent=urgent)
 
     def put_back(self, key: ChunkKey) -> None:
         """A chunk is no longer in production: its place is free, and it may be ordered again."""
-        epoch = self._epochs[key.of_epoch]
-        epoch.status[key.chunk] = ABSENT
-        self._space.free(*epoch.places.pop(key.chunk))
-        self._forget(epoch)
+        self._free(self._epochs[key.of_epoch], key.chunk)
 
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is larger than any before: it is to be made again where there is room."""
@@ -259,27 +264,19 @@ class Scheduler:
         if not (epoch.passes or epoch.places):
             self._epochs.pop(epoch.key, None)
 
+    def _free(self, epoch: Epoch, chunk: int) -> None:
+        epoch.status[chunk] = ABSENT
+        self._space.free(*epoch.places.pop(chunk))
+        self.windows.look_again(epoch.passes.values())
+        self._forget(epoch)
+
     def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
         """What is absent and wanted, and whether somebody waits for it; the first comes first."""
-        asked = [
-            (want, chunk, each.epoch)
-            for each in self._waiting
-            for chunk, want in each.wanted.items()
-            if each.epoch.status[chunk] == ABSENT
-        ]
-        for want, chunk, epoch in sorted(asked, key=lambda found: found[0]):
-            yield epoch.chunk(chunk), not want.can_wait
-        yield from ((key, False) for key in nearest_absent(self.passes.values(), self._window))
-
-    def _upcoming(self) -> Iterator[ChunkKey]:
-        """Absent chunks at the beginning of epochs that passes will go on to."""
-        for each in self.passes.values():
-            num_chunks = len(each.epoch.status)
-            beyond = each.cursor + self._window - num_chunks
-            if each.continues and beyond > 0:
-                key = each.epoch.key._replace(epoch=each.epoch.key.epoch + 1)
-                epoch = self._epochs.get(key) or Epoch(key, bytearray(num_chunks))
-                yield from map(epoch.chunk, epoch.absent(0, beyond))
+        for asked, urgent in ((self._urgent, True), (self._ahead, False)):
+            for epoch, chunk in [*asked]:
+                if epoch.status[chunk] == ABSENT:
+                    yield epoch.chunk(chunk), urgent
+        yield from ((key, False) for key in self.windows.nearest())
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
         epoch = self._epoch(key.of_epoch)
@@ -291,18 +288,22 @@ class Scheduler:
         epoch = self._epoch(key.of_epoch)
         epoch.deaths.pop(key.chunk, None)
         epoch.status[key.chunk] = FAILED
-        for each in epoch.passes.values():
-            if self._answered(each, key.chunk) is not None:
-                failure = ChunkFailed(pass_id=each.pass_id[1], chunk=key.chunk, error=error)
-                self.outbox.append((each.pass_id[0], failure))
+        for reader, _ in self._answered(epoch, key.chunk):
+            failure = ChunkFailed(pass_id=reader.pass_id[1], chunk=key.chunk, error=error)
+            self.outbox.append((reader.pass_id[0], failure))
         self._forget(epoch)
 
-    def _answered(self, reader: Pass, chunk: int) -> Want | None:
-        """Notes that a pass need not wait for a chunk; returns how it did, if it did."""
-        want = reader.wanted.pop(chunk, None)
-        if not reader.wanted:
-            self._waiting.discard(reader)
-        return want
+    def _answered(self, epoch: Epoch, chunk: int) -> list[tuple[Pass, bool]]:
+        """Nobody need wait for a chunk any more; returns who did, and whether for it alone."""
+        self._unqueue(epoch, chunk)
+        waited = [each for each in epoch.passes.values() if chunk in each.wanted]
+        found = [(each, each.wanted.pop(chunk)) for each in waited]
+        self.stalled.difference_update(e for e in waited if not any(e.wanted.values()))
+        return found
+
+    def _unqueue(self, epoch: Epoch, chunk: int) -> None:
+        self._urgent.pop((epoch, chunk), None)
+        self._ahead.pop((epoch, chunk), None)
 
     # Lending
 
@@ -317,15 +318,18 @@ class Scheduler:
             self.lent_bytes += place[1]
             self._lent.add(place)
         if not reader.held:
-            reader.was_asked = False
+            self._holding[reader] = None
         reader.held.add(chunk)
+        epoch.holders[chunk] += 1
         to, number = reader.pass_id
         self.outbox.append((to, ChunkReady(number, chunk, *place, brief)))
 
     def _take_back(self, reader: Pass, chunk: int) -> None:
         epoch = reader.epoch
         reader.held.discard(chunk)
-        if not any(chunk in each.held for each in epoch.passes.values()):
+        epoch.holders[chunk] -= 1
+        if not epoch.holders[chunk]:
+            del epoch.holders[chunk]
             place = epoch.places[chunk]
             epoch.status[chunk] = IDLE
             self._lent.remove(place)
@@ -348,10 +352,9 @@ class Scheduler:
 
     def _recall(self) -> None:
         """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
-        for each in self.passes.values():
-            if each.held and not each.was_asked:
-                each.was_asked = True
-                self.outbox.append((each.pass_id[0], ReleaseChunks(pass_id=each.pass_id[1])))
+        for reader_id, number in (each.pass_id for each in self._holding):
+            self.outbox.append((reader_id, ReleaseChunks(pass_id=number)))
+        self._holding.clear()
 
     # Dropping
 
@@ -373,24 +376,21 @@ class Scheduler:
         """The chunk to give up first."""
         epochs = sorted(self._epochs.values(), key=attrgetter("rank"), reverse=True)
         for epoch in epochs:
-            first = min(epoch.cursors(), default=len(epoch.status))
+            first = epoch.cursors[0] if epoch.cursors else len(epoch.status)
             if (chunk := epoch.status.rfind(IDLE, 0, first)) >= 0:
                 return epoch, chunk
         found = None
         for epoch in epochs:
-            for cursor, behind in pairwise([*epoch.cursors(), len(epoch.status)]):
+            for cursor, behind in pairwise([*epoch.cursors, len(epoch.status)]):
                 chunk = epoch.status.rfind(IDLE, cursor, behind)
                 if chunk - cursor >= spare and (found is None or chunk - cursor > found[0]):
                     found = chunk - cursor, epoch, chunk
         return found[1:] if found else None
 
     def _drop(self, epoch: Epoch, chunk: int) -> None:
-        address, nbytes = epoch.places.pop(chunk)
-        epoch.status[chunk] = ABSENT
         self.num_dropped += 1
-        self._idle_bytes -= nbytes
-        self._space.free(address, nbytes)
-        self._forget(epoch)
+        self._idle_bytes -= epoch.places[chunk][1]
+        self._free(epoch, chunk)
 
 
 def _too_large(key: ChunkKey, nbytes: int, budget: int) -> ChunkError:

@@ -120,7 +120,7 @@ class PipelineServer:
 
     def num_stalled(self) -> int:
         """Returns how many passes wait for data, or for their first answer."""
-        return self._scheduler.num_stalled + len(self._unopened)
+        return len(self._scheduler.stalled) + len(self._unopened)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
