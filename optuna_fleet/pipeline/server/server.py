@@ -12,6 +12,7 @@ from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import (
     Advance,
     ArenaOpened,
+    AskForStats,
     ClosePass,
     OpenPass,
     PassId,
@@ -157,6 +158,8 @@ class PipelineServer:
                 self._advance((reader_id, message.pass_id), message)
             case OpenPass():
                 self._open((reader_id, message.pass_id), message)
+            case AskForStats():
+                self._readers[reader_id].send(self.stats())
             case ClosePass():
                 counts = self._making.counts
                 counts.consumed += message.num_consumed
