@@ -19,7 +19,7 @@ from optuna_fleet.trainer.checkpoints.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
@@ -91,7 +91,7 @@ class Training:
         self.totals = Totals(self.weights, self.device, self._gather)
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)
-        self.optimizer_steps = Steps(self.objects, session.warn, self._reducer, self.weights)
+        self.optimizer_steps = Steps(self.objects, session.warn, self._reducer)
         self._kept = TrainingState(
             session,
             objects=self.objects,
@@ -168,7 +168,7 @@ class Training:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
         self.optimizer_steps.close()
         self._reducer.close()
-        self._prepared.close()
+        batchnorm.end()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
@@ -205,9 +205,10 @@ class Training:
         everything = (*objects, *named.values())
         if self.in_stages is not None:
             self.in_stages.check_beside(everything)
-        if said := {name: value for name, value in said.items() if value is not None}:
-            if self._position.reads_unprepared:
-                said["max_devices"] = 1
+        said = {name: value for name, value in said.items() if value is not None}
+        if self._position.reads_unprepared:
+            said["max_devices"] = 1
+        if said:
             self._widths.bound(Bounds.checked(run=self._run, **said))
         self._prepared.add(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything

@@ -5,7 +5,7 @@ Each kind has cases as they were met and others of that kind; the table says how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -357,106 +357,26 @@ def accumulates_over_batches_of_which_some_need_a_head(trial: Any) -> None:
     note_weights(trial, body, head, rare)
 
 
-# -- optimizers that compare losses of their own --------------------------------------------------
+# -- a wrapper for several devices that was left in -----------------------------------------------
 
 
-class Backtracking(torch.optim.Optimizer):
-    """Takes the longest of some steps along the gradient that makes the loss smaller."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            before = closure().item()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        ways = [-p.grad for p in parameters]
-        length = 8.0
-        for parameter, way in zip(parameters, ways, strict=True):
-            parameter.add_(way, alpha=length)
-        for _ in range(6):
-            with torch.enable_grad():
-                if closure().item() < before:
-                    break
-            for parameter, way in zip(parameters, ways, strict=True):
-                parameter.add_(way, alpha=-length / 2)
-            length /= 2
-        return before
+def wraps(trial: Any) -> None:
+    begin()
+    model: Any = nn.Sequential(linear(), nn.Tanh(), linear(6, 3))
+    optimizer = sgd(model)
+    trial.prepare(model, optimizer)
+    model = nn.parallel.DistributedDataParallel(model)
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_rows", 16):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            note(trial, loss)
+    note_weights(trial, model)
 
 
-def compares_losses(make: Callable[..., torch.optim.Optimizer]) -> Any:
-    def objective(trial: Any) -> None:
-        begin()
-        model = nn.Sequential(linear(6, 8), nn.Tanh(), linear(8, 3))
-        optimizer = make(model.parameters())
-        trial.prepare(model, optimizer)
-        for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_rows", 32):
-
-                def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = F.cross_entropy(model(x), y)
-                    loss.backward()
-                    return loss
-
-                optimizer.step(closure)
-                with torch.no_grad():
-                    note(trial, F.cross_entropy(model(x), y))
-        note_weights(trial, model)
-
-    return objective
-
-
-def _lbfgs(**options: Any) -> Any:
-    # Few short steps: with long ones on changing batches rounding would grow beyond all bounds.
-    return lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, **options)
-
-
-CASES |= {
-    "LBFGS with a line search": Case(
-        compares_losses(_lbfgs(line_search_fn="strong_wolfe")), [EXACT]
-    ),
-    "LBFGS without one": Case(compares_losses(_lbfgs()), [EXACT]),
-    "an optimizer that backtracks": Case(compares_losses(Backtracking), [EXACT]),
-}
-
-
-# -- wrappers for several devices that were left in -----------------------------------------------
-
-
-def wraps(wrapper: str, when: str) -> Any:
-    def wrap(module: nn.Module) -> Any:
-        return getattr(nn.parallel, wrapper)(module)
-
-    def objective(trial: Any) -> None:
-        begin()
-        model: Any = nn.Sequential(linear(), nn.Tanh(), linear(6, 3))
-        if when == "before":
-            model = wrap(model)
-        optimizer = sgd(model)
-        trial.prepare(model, optimizer)
-        if when == "after":
-            model = wrap(model)
-        if when == "within":
-            model[0] = wrap(model[0])
-        for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_rows", 16):
-                loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                note(trial, loss)
-        note_weights(trial, model)
-
-    return objective
-
-
-CASES |= {
-    f"{wrapper} {when} prepare": Case(wraps(wrapper, when), [REFUSED], [wrapper], [2])
-    for wrapper in ("DistributedDataParallel", "DataParallel")
-    for when in ("before", "after", "within")
-}
+CASES["DistributedDataParallel after prepare"] = Case(wraps, [ONE], ["gradient"], by_check=True)
 
 
 # -- rows that a collate_fn drops or adds ---------------------------------------------------------

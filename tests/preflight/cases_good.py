@@ -205,8 +205,7 @@ GOOD.add(
 )
 
 
-@GOOD.case(ANY)
-def lbfgs(trial: Any) -> None:
+def lbfgs(trial: Any, *, is_shared: bool = True) -> None:
     """One closure for a batch; few short steps, or rounding would grow."""
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
@@ -218,9 +217,12 @@ def lbfgs(trial: Any) -> None:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
-                return loss
+                return trial.mean(loss, weight=trial.shard_size) if is_shared else loss
 
             optimizer.step(closure)
+
+
+GOOD.add("lbfgs", lbfgs, ANY)
 
 
 class SharpnessAware(torch.optim.Optimizer):

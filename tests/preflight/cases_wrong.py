@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
 from tests.behaviour import losses, objectives, test_loops, test_silent_defects
+from tests.preflight.cases_good import lbfgs
 from tests.preflight.table import (
     ANY,
     BATCH,
@@ -1047,12 +1048,18 @@ def wrapped(trial: Any, *, when: str) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-for _when in ("before", "after"):
+for _when, _verdict, _word in (
+    ("before", UNCHECKED, "DistributedDataParallel"),
+    ("after", ONE, "gradient"),
+):
     WRONG.add(
         f"DistributedDataParallel {_when} prepare",
         functools.partial(wrapped, when=_when),
-        *(UNCHECKED, "DistributedDataParallel"),
+        *(_verdict, _word),
     )
+WRONG.add(
+    "LBFGS by the loss of a part", functools.partial(lbfgs, is_shared=False), ONE, "prev_loss"
+)
 
 # -- batches of unlike weight at hand, which are refused on several devices -----------------------
 
