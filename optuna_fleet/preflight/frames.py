@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -28,11 +27,5 @@ def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a function's frame, which is left as it was."""
-    shown = frame.f_locals
-    found = dict(shown)
-    # Up to Python 3.12 the frame keeps what it has shown, and all that was in it; unless
-    # somebody called `locals()`, whose dict this is.
-    if type(shown) is dict and sys.getrefcount(shown) <= 3:
-        shown.clear()
-    return found
+    """Return the local variables of a function's frame."""
+    return dict(frame.f_locals)

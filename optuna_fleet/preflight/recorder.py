@@ -10,7 +10,6 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,31 +38,10 @@ _PREPARED = "prepared"  # as a kind: that of each part
 Leaves = Iterator[tuple[str, str, Any]]
 
 
-@dataclass(slots=True, kw_only=True)
-class Notes(Rehearsed):
-    """What one rank notes, and how far it is; goes on over moves.
-
-    Attributes:
-        user_attrs: Set so far.
-        num_passes: Over batches.
-        num_moves: How often it was moved.
-        place: Loop and mini-epoch.
-        step: The optimizers', in that.
-        moved_within: The mini-epoch in whose midst it was last to be moved.
-    """
-
-    user_attrs: dict[str, Any] = field(default_factory=dict)
-    num_passes: int = 0
-    num_moves: int = 0
-    place: tuple[int, int] = (0, 0)
-    step: int = 0
-    moved_within: tuple[int, int] = (0, 0)
-
-
 class Recorder:
     """Notes what optimizers, and ends of mini-epochs, find."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Rehearsed) -> None:
         self._notes = notes
         self._words: dict[int, str] = {}  # of what was prepared, and its parameters
         register_optimizer_step_post_hook(self._after_step)

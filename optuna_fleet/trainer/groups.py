@@ -75,15 +75,20 @@ def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
         listener.bind((host, 0))
         listener.listen(128)
         port = int(listener.getsockname()[1])
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=False,  # that of older versions of torch (2.5) takes no socket
-        )
-    return store, port
+        return store_on(listener), port
+
+
+def store_on(listener: socket.socket) -> TCPStore:
+    """Serve a store on a socket, which it takes."""
+    host, port, *_ = listener.getsockname()
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # that of older versions of torch (2.5) takes no socket
+    )
 
 
 def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
