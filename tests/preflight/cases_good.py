@@ -40,6 +40,7 @@ from tests.preflight.table import (
     scorer,
     sgd,
     step,
+    train,
     trains,
     validation_loss,
 )
@@ -280,8 +281,7 @@ def groups_of_parameters(trial: Any) -> None:
     ]
     model, optimizer = trial.prepare(model, torch.optim.AdamW(groups, lr=0.02))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 # -- schedulers -----------------------------------------------------------------------------------
@@ -320,8 +320,7 @@ def plateau_of_the_validation_loss(trial: Any) -> None:
     schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     trial.prepare(model, optimizer, schedule)
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         schedule.step(loss)
         trial.report(loss, epoch)
@@ -437,8 +436,7 @@ def stops_by_its_state(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best = trial.state.setdefault("best", {"loss": math.inf, "bad": 0})
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         trial.report(loss, epoch)
         best["bad"] = 0 if loss < best["loss"] else best["bad"] + 1
@@ -453,8 +451,7 @@ def keeps_its_best_as_an_attribute(trial: Any) -> float:
     """Of the study's, which has it wherever the trial is."""
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         best = min(trial.user_attrs.get("best", math.inf), validation_loss(trial, model))
         trial.set_user_attr("best", best)
         optimizer.param_groups[0]["lr"] = 0.1 * best
@@ -465,8 +462,7 @@ def keeps_its_best_as_an_attribute(trial: Any) -> float:
 def stops_by_what_it_reported(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         trial.report(validation_loss(trial, model), epoch)
         if trial.should_prune():
             raise optuna.TrialPruned
@@ -505,8 +501,7 @@ def mean_loss_of_an_epoch(trial: Any) -> None:
 def blocks_of_steps(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer(), momentum=0.9)
     for block in trial.steps(30, every=4):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         trial.report(validation_loss(trial, model), block)
 
 
@@ -556,8 +551,7 @@ def unfreezes(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch >= 4:
             model.encoder.requires_grad_(True)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @GOOD.case(ANY)
@@ -567,8 +561,7 @@ def freezes_once(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch == 4:
             model.encoder.requires_grad_(False)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @GOOD.case(ANY)
@@ -605,8 +598,7 @@ def tells_a_tracker_where_it_is(trial: Any) -> None:
     resume, began, device = trial.is_resumed, time.time(), f"{trial.rank} of {trial.world_size}"
     lines = [] if trial.rank else [device]
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         lines = [f"{time.time() - began:.1f} s, resumed: {resume}, epoch {epoch}: {loss}"]
         trial.report(loss, epoch)
@@ -619,8 +611,7 @@ def names_itself_by_chance(trial: Any) -> None:
     name, mode = os.urandom(4).hex(), "a" if trial.is_resumed else "w"
     options = {"rows": BATCH // trial.world_size, "started": time.perf_counter()}
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
     assert all([name, mode, options])
 
 
@@ -673,8 +664,7 @@ def asks_for_its_locals(trial: Any) -> None:
     settings = locals()
     for _ in trial.epochs(EPOCHS):
         assert settings["rate"] == rate
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @GOOD.case(ANY)
@@ -683,8 +673,7 @@ def notes_times_in_its_state(trial: Any) -> None:
     times = trial.state.setdefault("times", [])
     for _ in trial.epochs(EPOCHS):
         began = time.perf_counter()
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         times.append(trial.mean(time.perf_counter() - began))
 
 

@@ -42,6 +42,7 @@ from tests.preflight.table import (
     scorer,
     sgd,
     step,
+    train,
     trains,
     validation_loss,
 )
@@ -194,8 +195,7 @@ def gradients_clamped_in_a_hook(trial: Any) -> None:
     for p in model.parameters():
         p.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @WRONG.case(ONE, "scorer")
@@ -235,8 +235,7 @@ def schedules_on_the_first_rank_only(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = trial.prepare(lr_scheduler.ExponentialLR(optimizer, 0.5))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         if trial.rank == 0:
             schedule.step()
 
@@ -262,8 +261,7 @@ def is_initialised_by_rank(trial: Any) -> None:
     torch.manual_seed(trial.rank)
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 # -- kept from batch to batch by each rank for itself ---------------------------------------------
@@ -406,8 +404,7 @@ def reports(value_of: Callable[[Any, Any], float]) -> Any:
     def objective(trial: Any) -> None:
         model, optimizer = prepared(trial, scorer())
         for epoch in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
             with torch.no_grad():
                 trial.report(float(value_of(trial, model)), epoch)
 
@@ -485,8 +482,7 @@ def scheduler_is_not_prepared(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         schedule.step()
 
 
@@ -507,8 +503,7 @@ def swa_by_hand(trial: Any) -> None:
     mean = trial.prepare(copy.deepcopy(model))
     num_averaged = 0
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         if epoch >= 4:
             num_averaged += 1
             with torch.no_grad():
@@ -547,8 +542,7 @@ def loads_half_of_its_state(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     counts = trial.prepare(Forgetful())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         counts.both += 1
 
 
@@ -557,8 +551,7 @@ def optimizer_is_not_prepared(trial: Any) -> None:
     model = trial.prepare(scorer())
     optimizer = sgd(model, momentum=0.9)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @WRONG.case(STAYS, "optimizer")
@@ -568,8 +561,7 @@ def optimizer_is_made_anew_in_the_middle(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch == 4:
             optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @WRONG.case(STAYS, "meter")
@@ -660,8 +652,7 @@ def list_from_the_middle_on(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     history = []
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         if epoch >= 4:
             history.append(validation_loss(trial, model))
     return sum(history) / len(history)
@@ -672,8 +663,7 @@ def best_in_a_variable(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best = math.inf
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         best = min(best, loss)
         trial.report(loss, epoch)
@@ -685,8 +675,7 @@ def stops_early_by_variables(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best, bad = math.inf, 0
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         best, bad = (loss, 0) if loss < best else (best, bad + 1)
         if bad == 5:
@@ -699,8 +688,7 @@ def best_weights_in_a_variable(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best, best_state = math.inf, None
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         if loss < best:
             best, best_state = loss, copy.deepcopy(model.state_dict())
@@ -724,8 +712,7 @@ def takes_rates_from_an_iterator(trial: Any) -> None:
     rates = itertools.cycle([0.1, 0.05, 0.02, 0.01])
     for _ in trial.epochs(EPOCHS):
         optimizer.param_groups[0]["lr"] = next(rates)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @WRONG.case(STAYS, "count")
@@ -803,8 +790,7 @@ def best_in_a_global(trial: Any) -> float:
     global _best
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         _best = min(_best, validation_loss(trial, model))
     return _best
 
@@ -861,8 +847,7 @@ def collects(make: Callable[[], Any], add: Callable[[Any, int], Any]) -> Any:
         model, optimizer = prepared(trial, scorer())
         kept = make()
         for epoch in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
             kept = add(kept, epoch) or kept
         assert kept is not None
 
@@ -895,15 +880,14 @@ for _name, (_start, _add) in COLLECTS.items():
 def loops_in_a_helper(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
 
-    def train() -> None:
+    def fits() -> None:
         nonlocal best
         for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
             best -= 1
 
     best = 9.0
-    train()
+    fits()
 
 
 @WRONG.case(STAYS, "schedule")
@@ -911,8 +895,7 @@ def saves_its_schedule_and_never_loads_it(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         schedule.step()
         trial.state["schedule"] = schedule.state_dict()
 
@@ -941,8 +924,7 @@ def best_of_a_second_loop(trial: Any) -> float:
             step(optimizer, model(x).square().mean())
     best = math.inf
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         best = min(best, validation_loss(trial, model))
     return best
 
@@ -955,8 +937,7 @@ def draws(seed_of: Callable[[], int]) -> Any:
         torch.manual_seed(seed_of())
         model, optimizer = prepared(trial, scorer())
         for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
 
     return objective
 
@@ -984,8 +965,7 @@ def aborts(trial: Any) -> None:
     for _ in trial.epochs(EPOCHS):
         if trial.rank == 1:
             os.kill(os.getpid(), signal.SIGABRT)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 def hangs(trial: Any) -> None:
@@ -993,8 +973,7 @@ def hangs(trial: Any) -> None:
     for _ in trial.epochs(EPOCHS):
         if trial.rank == 1:
             time.sleep(3600)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 def needs_two_devices(trial: Any, *, weights: Any) -> None:
@@ -1034,8 +1013,7 @@ def suggests_in_a_late_epoch(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch == EPOCHS - 1:
             trial.suggest_float("late", 0.0, 1.0)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 def wrapped(trial: Any, *, when: str) -> None:
@@ -1044,8 +1022,7 @@ def wrapped(trial: Any, *, when: str) -> None:
     model, optimizer = prepared(trial, model)
     model = nn.parallel.DistributedDataParallel(model) if when == "after" else model
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 for _when, _verdict, _word in (
