@@ -7,7 +7,7 @@ table per sample, a decision by a rank's own loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import are_same, check_agreement, group_size, wire_device
 
 _NUMPY = (np.ndarray, np.generic)
-_MESSAGE_BYTES = 25 * 2**20
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
 _EPSILONS = 100  # unlike devices round in ways of their own
 
@@ -49,28 +48,12 @@ def check_same(module: torch.nn.Module) -> None:
 @torch.no_grad()
 def make_same(module: torch.nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0."""
-    for chunk in _chunks([*module.parameters(), *module.buffers()]):
-        flat = torch.cat([_bytes(tensor) for tensor in chunk]).to(wire_device())
-        dist.broadcast(flat, src=0)  # rank 0 of the trial's group
-        parts = torch.split(flat, [tensor.nbytes for tensor in chunk])
-        for tensor, part in zip(chunk, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Not all types of numbers can travel."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    chunk: list[Tensor] = []
-    for tensor in tensors:
-        if chunk and sum(one.nbytes for one in chunk) + tensor.nbytes > _MESSAGE_BYTES:
-            yield chunk
-            chunk = []
-        chunk.append(tensor)
-    if chunk:
-        yield chunk
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.numel():
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # any type can travel
+            sent = data.to(wire_device())
+            dist.broadcast(sent, src=0)  # rank 0 of the trial's group
+            tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 class Net:
