@@ -4,12 +4,10 @@ were not, and are now.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import os
-import random
 import signal
 import time
 from collections import Counter, defaultdict, deque
@@ -18,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
@@ -176,16 +173,6 @@ def collates_without_some(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-@WRONG.case(ONE)
-def skips_batches_that_are_too_small(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            if len(x) < BATCH:
-                continue
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
 # -- gradients that are not those of a backward ---------------------------------------------------
 
 
@@ -238,21 +225,6 @@ def schedules_on_the_first_rank_only(trial: Any) -> None:
         train(trial, model, optimizer)
         if trial.rank == 0:
             schedule.step()
-
-
-@WRONG.case(ANY)
-def averages_gradients_once_more(trial: Any) -> None:
-    """The mean of what is equal."""
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            for p in model.parameters():
-                if trial.world_size > 1:
-                    dist.all_reduce(p.grad)
-                    p.grad /= trial.world_size
-            optimizer.step()
 
 
 @WRONG.case(ANY)
@@ -315,18 +287,6 @@ for _kind, _shape, _words in (
     )
 
 
-@WRONG.case(ONE, "table")
-def table_per_sample(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    table = trial.state.setdefault("table", torch.zeros(43, 3))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, number in trial.batches("train_table", BATCH):
-            chances = model(x).softmax(1)
-            table[number] = 0.5 * table[number] + 0.5 * chances.detach().to(table)
-            drawn = (table[number] - chances).square().sum(1).mean()
-            step(optimizer, F.cross_entropy(model(x), y) + 3 * drawn)
-
-
 @WRONG.case(ONE, "scorer")
 def divides_by_its_mean_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -345,17 +305,6 @@ def decays_by_the_samples_it_has_seen(trial: Any) -> None:
             trial.state["seen"] = trial.state.get("seen", 0) + len(x)
             optimizer.param_groups[0]["lr"] = 0.1 * math.exp(-trial.state["seen"] / 50)
             step(optimizer, F.cross_entropy(model(x), y))
-
-
-@WRONG.case(ONE, "schedule")
-def schedule_led_by_its_own_loss(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    schedule = trial.prepare(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            loss = F.cross_entropy(model(x), y)
-            step(optimizer, loss)
-        schedule.step(loss.item())
 
 
 @WRONG.case(ONE, "log_vars")
@@ -497,21 +446,6 @@ def averaged_model_is_not_prepared(trial: Any) -> None:
         trial.report(validation_loss(trial, average), epoch)
 
 
-@WRONG.case(STAYS, "num_averaged")
-def swa_by_hand(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    mean = trial.prepare(copy.deepcopy(model))
-    num_averaged = 0
-    for epoch in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-        if epoch >= 4:
-            num_averaged += 1
-            with torch.no_grad():
-                for own, p in zip(mean.parameters(), model.parameters(), strict=True):
-                    own += (p - own) / num_averaged
-        trial.report(validation_loss(trial, mean), epoch)
-
-
 @WRONG.case(STAYS, "scaler")
 def grad_scaler_is_not_prepared(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -551,16 +485,6 @@ def optimizer_is_not_prepared(trial: Any) -> None:
     model = trial.prepare(scorer())
     optimizer = sgd(model, momentum=0.9)
     for _ in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-
-
-@WRONG.case(STAYS, "optimizer")
-def optimizer_is_made_anew_in_the_middle(trial: Any) -> None:
-    model = trial.prepare(scorer())
-    optimizer = sgd(model)
-    for epoch in trial.epochs(EPOCHS):
-        if epoch == 4:
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         train(trial, model, optimizer)
 
 
@@ -647,17 +571,6 @@ for _name, (_start, _use) in ATTRIBUTES.items():
 # -- what a move begins anew: variables -----------------------------------------------------------
 
 
-@WRONG.case(STAYS, "history")
-def list_from_the_middle_on(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    history = []
-    for epoch in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-        if epoch >= 4:
-            history.append(validation_loss(trial, model))
-    return sum(history) / len(history)
-
-
 @WRONG.case(STAYS, "`best`", "trial.best_value")
 def best_in_a_variable(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
@@ -668,32 +581,6 @@ def best_in_a_variable(trial: Any) -> float:
         best = min(best, loss)
         trial.report(loss, epoch)
     return best
-
-
-@WRONG.case(STAYS, "bad")
-def stops_early_by_variables(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    best, bad = math.inf, 0
-    for _ in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-        loss = validation_loss(trial, model)
-        best, bad = (loss, 0) if loss < best else (best, bad + 1)
-        if bad == 5:
-            break
-    return best
-
-
-@WRONG.case(STAYS, "best_state")
-def best_weights_in_a_variable(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    best, best_state = math.inf, None
-    for _ in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-        loss = validation_loss(trial, model)
-        if loss < best:
-            best, best_state = loss, copy.deepcopy(model.state_dict())
-    model.load_state_dict(best_state)
-    return validation_loss(trial, model)
 
 
 @WRONG.case(STAYS, "size")
@@ -713,22 +600,6 @@ def takes_rates_from_an_iterator(trial: Any) -> None:
     for _ in trial.epochs(EPOCHS):
         optimizer.param_groups[0]["lr"] = next(rates)
         train(trial, model, optimizer)
-
-
-@WRONG.case(STAYS, "count")
-def counts_in_a_closure(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    count = 0
-
-    def rate() -> float:
-        nonlocal count
-        count += 1
-        return 0.1 / count
-
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            optimizer.param_groups[0]["lr"] = rate()
-            step(optimizer, F.cross_entropy(model(x), y))
 
 
 class Trainer:
@@ -782,19 +653,6 @@ def counts_in_a_class(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-_best = math.inf
-
-
-@WRONG.case(STAYS, "_best")
-def best_in_a_global(trial: Any) -> float:
-    global _best
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-        _best = min(_best, validation_loss(trial, model))
-    return _best
-
-
 @WRONG.case(STAYS)
 def generator_of_its_own(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -803,18 +661,6 @@ def generator_of_its_own(trial: Any) -> None:
         for x, y, _ in trial.batches("train_table", BATCH):
             noise = torch.rand((), generator=generator).to(x)
             step(optimizer, F.cross_entropy(model(x * (1 + noise)), y))
-
-
-@WRONG.case(STAYS)
-def python_generator_of_its_own(trial: Any) -> None:
-    model, optimizer = prepared(trial, network())
-    chance = random.Random(0)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            hidden = model.encoder(x)
-            if chance.random() < 0.5:  # stochastic depth
-                hidden = model.tanh(hidden)
-            step(optimizer, F.cross_entropy(model.scorer(hidden), y))
 
 
 @WRONG.case(STAYS, "`total`", "trial.totals")
@@ -890,16 +736,6 @@ def loops_in_a_helper(trial: Any) -> None:
     fits()
 
 
-@WRONG.case(STAYS, "schedule")
-def saves_its_schedule_and_never_loads_it(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for _ in trial.epochs(EPOCHS):
-        train(trial, model, optimizer)
-        schedule.step()
-        trial.state["schedule"] = schedule.state_dict()
-
-
 @WRONG.case(STAYS, "total")
 def sum_of_a_helper_in_a_movable_pass(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -944,19 +780,8 @@ def draws(seed_of: Callable[[], int]) -> Any:
 
 for _name, _seed_of in {
     "the clock": lambda: time.time_ns() % 2**32,
-    "the system": lambda: int.from_bytes(os.urandom(4), "big"),
-    "an unseeded generator": lambda: int(np.random.default_rng().integers(2**32)),
 }.items():
     WRONG.add(f"seeded by {_name}", draws(_seed_of), UNREPEATABLE)
-
-
-@WRONG.case(UNREPEATABLE)
-def mask_from_the_system(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            mask = torch.tensor([byte / 255 for byte in os.urandom(6)])
-            step(optimizer, F.cross_entropy(model(x * mask.to(x)), y))
 
 
 @WRONG.case(ONE, "it fails", "SIGABRT")
