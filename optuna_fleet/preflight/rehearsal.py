@@ -16,7 +16,7 @@ from torch import nn
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.reader.plan import ReadPlan
 from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
-from optuna_fleet.preflight.loops import is_last_loop
+from optuna_fleet.preflight.frames import is_last_loop
 from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Recorder

@@ -13,7 +13,7 @@ from optuna_fleet.trainer.session import Session
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.data.shards import Shards
+    from optuna_fleet.trainer.data.reading import Shards
     from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.training import Training

@@ -19,8 +19,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Asked, Reading
-from optuna_fleet.trainer.data.shards import Shards
+from optuna_fleet.trainer.data.reading import Asked, Reading, Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch

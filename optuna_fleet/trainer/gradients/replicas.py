@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optuna_fleet.trainer.gradients.collectives import are_same, unlike
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.groups import are_same, check_agreement, group_size, wire_device
+from optuna_fleet.trainer.groups import group_size, wire_device
 
 _NUMPY = (np.ndarray, np.generic)
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
@@ -39,10 +40,9 @@ def check_same(module: torch.nn.Module) -> None:
         TrialError: It differs.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    check_agreement(
-        ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
-        f"The model {type(module).__name__}",
-    )
+    # A collective on unlike sizes would abort the process.
+    if not are_same((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors):
+        raise unlike(f"The model {type(module).__name__}")
 
 
 @torch.no_grad()
