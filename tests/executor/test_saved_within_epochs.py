@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 import random
 import re
@@ -280,44 +279,3 @@ def test_a_state_that_was_held_in_vain_is_not_lost(
     check_equal(study, undisturbed("plain"))
     assert endings(study) == ["yielded", "returned"]
     check_repeated(tmp_path, {}, moves=1)
-
-
-# -- what can't be saved --------------------------------------------------------------------------
-
-
-class Stubborn:
-    """Has a state that nobody can save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mine": object()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("nobody can have saved it")
-
-
-def can_not_be_saved(trial: Any, *, what: str) -> float:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if what != "nothing":
-        model, optimizer, _ = trial.prepare(model, optimizer, Stubborn())
-    num_samples = 0
-    for _ in trial.epochs(2):
-        for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), numbers % 3).backward()
-            optimizer.step()
-            num_samples += trial.shard_size
-            trial.should_prune()
-    return float(trial.sum(num_samples))
-
-
-@pytest.mark.parametrize(("what", "devices"), [("nothing", (0,)), ("", (0,)), ("", (0, 1))])
-def test_what_can_not_be_saved_is_trained_all_the_same(
-    fleet: Any, log: io.StringIO, what: str, devices: tuple[int, ...]
-) -> None:
-    study = optuna.create_study()
-    fleet.script = {0: [Leg(devices)]}
-    study.optimize(functools.partial(can_not_be_saved, what=what), n_trials=1, executor=fleet)
-    assert study.trials[0].value == 2 * SIZE
-    assert endings(study) == ["returned"]
-    assert log.getvalue().count("goes on without a new checkpoint") == (what != "nothing")
