@@ -18,6 +18,8 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 from optuna_fleet.trainer.data.reading import EpochPosition
+from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.state import TrainingState
@@ -200,3 +202,28 @@ def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() ->
         state.check_reached()
     position.loop = 2
     state.check_reached()
+
+
+def test_tensors_of_the_state_come_back_where_they_were() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    state = {"n": 1, "all": OrderedDict(a=here, b=(there, [here])), "last": there}
+    where = checkpoint._on_device(state)
+    on_cpu = {"n": 1, "all": OrderedDict(a=here, b=(here, [here])), "last": here}
+    loaded = checkpoint.placed(make(state=on_cpu, on_device=where), torch.device("meta")).state
+    assert [t.device.type for t in tensors_in(loaded)] == ["cpu", "meta", "cpu", "meta"]
+    assert type(loaded["all"]) is OrderedDict
+    assert checkpoint._on_device(on_cpu) == []
+
+
+def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:
+        for one in everyone:
+            one.copy_(own)
+
+    monkeypatch.setattr(collectives, "group_size", lambda: 2)
+    monkeypatch.setattr(collectives, "wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    told = collectives.gather({"losses": [torch.ones(2)]})
+    assert [one["losses"][0].tolist() for one in told] == [[1.0, 1.0]] * 2
