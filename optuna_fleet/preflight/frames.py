@@ -5,23 +5,17 @@ from __future__ import annotations
 import dis
 import inspect
 import traceback
-from collections.abc import Iterable
 from types import FrameType
-from typing import Any
 
 from optuna_fleet.trainer.heartbeat import PACKAGE, is_users
 
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
-def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
-    """Return those of the objective and of the user's functions within it, outermost first.
-
-    Args:
-        frames: Innermost first; those of who called the objective may follow.
-    """
+def users_frames() -> list[FrameType]:
+    """Return the objective's, and those of the functions of the user's in it, outermost first."""
     found: list[FrameType] = []
-    for frame in frames:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         path = frame.f_code.co_filename
         if is_users(path) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             found.append(frame)
@@ -30,19 +24,13 @@ def users_frames(frames: Iterable[FrameType]) -> list[FrameType]:
     return found[::-1]
 
 
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a function's frame."""
-    return dict(frame.f_locals)
-
-
 def is_last_loop() -> bool:
     """Whether none can follow, by the names in what is left to do; called at a loop's end.
 
     Then the objective is left, as what follows would be done for nothing: a model saved, say.
     """
     sought = {"epochs", "steps"}
-    frames = users_frames(frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
-    for frame in reversed(frames):
+    for frame in reversed(users_frames()):
         here, code = frame.f_lasti, list(dis.get_instructions(frame.f_code))
         jumps = [one.argval for one in code if one.offset > here and one.opcode in _JUMPS]
         begin = min([here + 1, *jumps])  # of an outer loop, whose end jumps there

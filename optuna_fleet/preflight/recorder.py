@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import math
-import traceback
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from optuna_fleet.preflight.frames import users_frames, variables_of
+from optuna_fleet.preflight.frames import users_frames
 from optuna_fleet.preflight.records import BEGIN, END, Key, Rehearsed, Sketch, Value
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
@@ -173,10 +171,10 @@ def _is_looked_into(value: Any) -> bool:
 
 def _variables() -> Iterator[tuple[str, Any]]:
     """Yield what the functions of the user's have that lead here, from the outermost inwards."""
-    for frame in users_frames(f for f, _ in traceback.walk_stack(inspect.currentframe())):
+    for frame in users_frames():
         names, known = frame.f_code.co_names, frame.f_globals
         yield from ((name, known[name]) for name in names if name in known)
-        yield from variables_of(frame).items()
+        yield from dict(frame.f_locals).items()
 
 
 @torch.no_grad()
