@@ -13,9 +13,8 @@ from optuna_fleet.arguments import check_choice, check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.widths import Bounds
-from optuna_fleet.virtual_workers.agreement import writes_weights
 from optuna_fleet.virtual_workers.layouts import LAYOUTS
-from optuna_fleet.virtual_workers.placing import blocks_of
+from optuna_fleet.virtual_workers.measuring import blocks_of, writes_weights
 from optuna_fleet.virtual_workers.whole import check_owned
 
 _PARTS = 4
