@@ -13,7 +13,7 @@ import pytest
 
 from optuna_fleet.events import Launch, Model
 from optuna_fleet.executor.call.call_log import CallLog
-from optuna_fleet.sampler_bridge.call_records import CallState, calls_of
+from optuna_fleet.sampler_bridge.records import CallState, calls_of
 from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.storage import open_study
 from tests.fleets import evaluate, num_wrong, small_model, train_epoch

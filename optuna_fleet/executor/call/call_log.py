@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from optuna_fleet.events import Launch, Model
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState, record_call
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.records import CallState, RunState, record_call
 
 _SHORTEST_S, _LONGEST_S = 2.0, 15.0
 _PART = 100
