@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -132,16 +130,6 @@ def test_a_filter_that_can_not_travel_is_left_behind() -> None:
         Adoption(has_gpu=False).adopt(settings)
         assert len(warnings.filters) == len(settings.filters)
         assert warned(UserWarning, "another") == "raised"  # as in all tests
-
-
-def test_a_script_without_torch_has_nothing_set_and_does_not_load_it() -> None:
-    code = (
-        "import sys; from optuna_fleet.settings import *; s = settings_here()\n"
-        "assert s.torch == {} and s.num_threads is None\n"
-        "Adoption(has_gpu=False).adopt(s)\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("legs", [[Leg((0,))], [Leg((1, 2))]])
