@@ -154,6 +154,7 @@ def test_what_is_no_executor_is_refused_in_words(executor: Any) -> None:
         ({"callbacks": print}, "but must be a list of functions, as [callback]."),
         ({"callbacks": [print, None]}, "None], but must be a list of functions, as [callback]."),
         ({"catch": "ValueError"}, "`catch` has 'ValueError', but must be exception classes"),
+        ({"catch": None}, "`catch` has None, but must be exception classes"),
         ({"catch": ValueError()}, "`catch` has ValueError(), but must be exception classes"),
     ],
 )
