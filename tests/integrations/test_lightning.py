@@ -249,7 +249,7 @@ def test_nobody_is_told_to_reduce_what_is_reduced(three: Any) -> None:
     def objective(trial: Any) -> float:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            fit(trial, Logs(), trial.batches("val"))
+            fit(trial, Logs(), trial.batches("val", BATCH_SIZE))
         return sum("sync_dist" in str(warning.message) for warning in told)
 
     assert flown(three, objective, Leg((0, 1))).value == 0
@@ -438,7 +438,7 @@ def test_the_epoch_that_averages_of_weights_add_is_trained_too(three: Any) -> No
 
     def objective(trial: Any) -> float:
         model = Steady()
-        fit(trial, model, trial.batches("val"), max_epochs=2, callbacks=averages())
+        fit(trial, model, trial.batches("val", BATCH_SIZE), max_epochs=2, callbacks=averages())
         num_batches = len(trial.batches("train", BATCH_SIZE))
         trial.set_user_attr("seen", int(model.layers[1].num_batches_tracked) / num_batches)
         return size_of(model)
