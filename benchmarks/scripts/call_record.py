@@ -11,7 +11,7 @@ import optuna
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState, record_call
+from optuna_fleet.sampler_bridge.records import CallState, RunState, record_call
 
 
 def main() -> None:
