@@ -78,6 +78,7 @@ def objective(trial: Any, case: Case, layer_s: float) -> float:
         nn.functional.mse_loss,
         in_flight=case.in_flight,
         flush=case.flush,
+        virtual_workers=1,
         min_devices=len(case.paces),
         max_devices=len(case.paces),
     )
