@@ -92,7 +92,7 @@ def joined(column: Column, values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _bare(value: torch.Tensor) -> torch.Tensor:
-    """Without its gradient and its subclass; within a mode torch 2.4 refuses to make what it is."""
+    """Without gradient and subclass; within a mode torch 2.4 makes no subclass that it is."""
     bare = value.detach()
     return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
 
