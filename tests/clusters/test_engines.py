@@ -23,8 +23,7 @@ from optuna_fleet.executor.cluster.engine import Engine, Inbox
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
-from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
-from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.invitation import Invitation
 from tests.clusters.hub import AGENT, Hub
@@ -136,9 +135,8 @@ def _slurm(request: pytest.FixtureRequest) -> Iterator[Case]:
 @contextlib.contextmanager
 def _harvest(request: pytest.FixtureRequest) -> Iterator[Case]:
     def engine(partition: str) -> Engine:
-        options = (f"--partition={partition}", "--exclusive")
-        job = PilotJob(agent=AGENT, options=options, logs=lab.folder)
-        return HarvestEngine(PilotLimits(most=3, renewal_s=0.0), job, check_s=0.2)
+        cluster = HarvestCluster(partition=partition, max_nodes=3, logs=lab.folder)
+        return HarvestEngine(cluster, AGENT, check_s=0.2)
 
     with _idle_lab(request) as lab:
         yield Case(
