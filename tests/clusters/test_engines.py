@@ -29,7 +29,6 @@ from optuna_fleet.wire.invitation import Invitation
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import ray_cluster
 from tests.clusters.slurm_lab import SlurmLab, on_path
-from tests.clusters.stub_engine import StubEngine
 
 NODES = ("one", "two", "three")
 
@@ -48,14 +47,6 @@ class Case:
     ends_agents: bool = True
     places_again: bool = True
     tells_causes: bool = True
-
-
-@contextlib.contextmanager
-def _stub(request: pytest.FixtureRequest) -> Iterator[Case]:
-    yield Case(
-        engine=lambda: StubEngine(AGENT, NODES),
-        hopeless=lambda: StubEngine(("no-such-command",), NODES),
-    )
 
 
 class _StubProcess(ModuleProcess):
@@ -155,7 +146,6 @@ def _idle_lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
 
 
 _CASES = {
-    "stub": _stub,
     "local": _local,
     "join": _join,
     "ray": _ray,

@@ -73,15 +73,6 @@ def test_a_time_limit_is_told_once_and_again_when_it_changes() -> None:
     assert told.by == 2000.0
 
 
-def test_a_successor_waits_before_a_pilot_ends_and_is_not_cancelled() -> None:
-    pilots = pilots_of(most=1)
-    pilots.see([running("1", end=1000.0)], 0.0)
-    assert pilots.missing(0.0) == 0
-    assert pilots.missing(701.0) == 1
-    pilots.see([running("1", end=1000.0), waiting("2")], 702.0)
-    assert (pilots.missing(702.0), pilots.to_cancel(702.0)) == (0, [])
-
-
 def test_departures_say_why() -> None:
     for state, cause in {"PREEMPTED": "was preempted", "PENDING": "was requeued"}.items():
         pilots = pilots_of()
@@ -108,13 +99,6 @@ def test_a_node_that_another_pilot_has_by_now_is_not_gone() -> None:
     pilots = pilots_of()
     pilots.see([running("1", "a")], 0.0)
     assert pilots.see([ended("1", "PREEMPTED"), running("2", "a")], 1.0) == []
-
-
-def test_pilots_that_share_a_node_are_told_apart() -> None:
-    pilots = pilots_of(shares_nodes=True)
-    pilots.see([running("1", "a"), running("2", "a")], 0.0)
-    (told,) = pilots.see([running("2", "a")], 1.0)
-    assert told.node == "a.1"
 
 
 def test_a_lost_node_is_given_back_unless_its_pilot_begins_anew() -> None:
@@ -148,14 +132,6 @@ def test_pilots_that_end_at_once_time_and_again_are_hopeless() -> None:
         assert not pilots.are_hopeless
         pilots.see([ended(str(number), "FAILED")], 1000.0 * number)
     assert pilots.are_hopeless
-
-
-def test_submissions_that_are_refused_are_no_pilots_that_end_at_once() -> None:
-    pilots = pilots_of(most=2)
-    for now in range(8):
-        pilots.refused(float(now))
-    pilots.see([waiting("1"), ended("2", "FAILED")], 1000.0)
-    assert not pilots.are_hopeless
 
 
 def test_one_that_lasts_shows_that_there_is_hope() -> None:

@@ -165,41 +165,18 @@ def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
 PILOT = Job(number="7", state="RUNNING", nodes=("node1",))
 
 
-def test_a_node_that_is_lost_while_slurm_does_not_answer_is_given_back_later(
+def test_a_lost_node_is_given_back_once_as_soon_as_slurm_does_it(
     slurm: Slurm, harvest: Any
 ) -> None:
     slurm.queues.append([PILOT])
     harvest._act()
     harvest.end("node1")
-    harvest._act()
-    assert ("scancel", "7") not in slurm.commands
-    slurm.queues.append([PILOT])
-    harvest._act()
-    assert ("scancel", "7") in slurm.commands
-
-
-def test_a_pilot_that_slurm_did_not_cancel_is_cancelled_later_and_once(
-    slurm: Slurm, harvest: Any
-) -> None:
-    slurm.queues += [[PILOT]] * 5
-    harvest._act()
-    harvest.end("node1")
-    for refuses in ("", "scancel", "", ""):
+    harvest._act()  # Slurm does not answer
+    slurm.queues += [[PILOT]] * 3
+    for refuses in ("scancel", "", ""):
         slurm.refuses = refuses
         harvest._act()
     assert [command for command in slurm.commands if command[0] == "scancel"] == [("scancel", "7")]
-
-
-def test_a_pilot_that_has_taken_the_node_of_a_lost_one_is_not_cancelled(
-    slurm: Slurm, harvest: Any
-) -> None:
-    slurm.queues.append([PILOT])
-    harvest._act()
-    harvest.end("node1")
-    for _ in range(3):
-        slurm.queues.append([Job(number="8", state="RUNNING", nodes=("node1",))])
-        harvest._act()
-    assert "scancel" not in [command[0] for command in slurm.commands]
 
 
 def test_pilots_that_slurm_does_not_cancel_in_the_end_are_told_of(

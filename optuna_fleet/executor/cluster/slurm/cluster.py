@@ -47,6 +47,7 @@ _GONE = (
     "srun: error: Node failure on ",
     "Invalid job id specified",
     "already completing or completed",
+    " has expired",
 )
 
 
