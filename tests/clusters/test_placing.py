@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet import LocalCluster
+from optuna_fleet import LocalCluster, processes
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.engine import Engine
@@ -120,6 +120,20 @@ def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.Monk
     options: Any = SimpleNamespace(devices=1, device_type="cpu")
     engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
     assert "too many processes" in told_by(engine)
+
+
+def test_an_agent_that_is_to_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(options: Any, threads: int) -> ModuleProcess:
+        return ModuleProcess("tests.executor.stops_itself", None, environment={})
+
+    monkeypatch.setattr(processes, "_GRACE_S", None)  # or it would be for ever
+    monkeypatch.setattr(local, "AgentProcess", process)
+    options: Any = SimpleNamespace(devices=1, device_type="cpu")
+    engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
+    engine.open(INVITATION, queue.SimpleQueue())
+    engine.end("local-0", for_good=True)
+    engine.close()
+    assert engine.expected() == ()
 
 
 # -- pilots --------------------------------------------------------------------------------------

@@ -139,6 +139,7 @@ class LocalEngine(PlacingEngine):
         return tuple(self._agents)
 
     def _leave(self) -> None:
+        self._act()  # who is still starting would meet with no one
         agents, self._agents = self._agents, {}
         for process in agents.values():
             process.close()
