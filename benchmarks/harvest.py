@@ -40,7 +40,7 @@ from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.waits import GATHER_S
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
-from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox, begin
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox
 from optuna_fleet.policies import Own
 from optuna_fleet.processes import die_with, preload
 from optuna_fleet.replay.jobs import load_jobs
@@ -196,7 +196,8 @@ class HarvestEngine(Engine):
                     inbox.put(self._mould.pipe.recv())
 
         self._mould.pipe.send(invitation)
-        self._thread = begin("The mould", inbox, hand_on)
+        self._thread = threading.Thread(target=hand_on, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """See `Engine`."""
