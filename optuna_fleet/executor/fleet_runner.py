@@ -19,7 +19,6 @@ from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine
-from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -61,7 +60,7 @@ class FleetRunner:
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         __tracebackhide__ = True
-        began = time.monotonic()
+        began = time.time()
         _check_decorators(func)
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
@@ -87,8 +86,7 @@ class FleetRunner:
             with driver.interrupts:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
-            used = parts.pipeline_log.finish(stats, time.time()) if stats else None
-            self.summary = parts.tally.summary(used, runtime.sharing.how)
+            self.summary = parts.summary(stats)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.
@@ -105,7 +103,7 @@ class FleetRunner:
             self._options.policy,
             profiles=runtime.profiles,
             run_ids=runtime.run_ids,
-            clearance=Clearance(findings.all),
+            findings=findings.all,
         )
 
     def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:

@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations.lightning.follower import Follower
 from optuna_fleet.integrations.lightning.progress import Progress
-from optuna_fleet.trainer.gradients.collectives import gather
-from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
+from optuna_fleet.trainer.gradients.collectives import gather, of_first_rank
+from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.trial import FleetTrial
 
 if TYPE_CHECKING:
