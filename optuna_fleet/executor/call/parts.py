@@ -67,7 +67,7 @@ class Parts:
             trials=ledger.ended,
             left_out=runtime.faults.reasons,
         )
-        self.calls = CallHandler(runtime.send, ledger, retention)
+        self.calls = CallHandler(runtime.send, ledger, retention, runtime.inbox)
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)
         self.copies = ObjectiveCopies(runtime, job)
         self.launcher = Launcher(runtime, job, retention, ledger, proposals, self.copies)
