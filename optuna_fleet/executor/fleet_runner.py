@@ -61,7 +61,7 @@ class FleetRunner:
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         __tracebackhide__ = True
-        began = time.monotonic()
+        began = time.time()
         _check_decorators(func)
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
@@ -87,8 +87,7 @@ class FleetRunner:
             with driver.interrupts:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
-            used = parts.pipeline_log.finish(stats, time.time()) if stats else None
-            self.summary = parts.tally.summary(used, runtime.sharing.how)
+            self.summary = parts.summary(stats)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.
