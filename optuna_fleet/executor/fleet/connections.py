@@ -146,8 +146,10 @@ class Connections:
             channel.cut()
 
     def give_up(self, agent: str, *events: Any) -> None:
-        """Close the connections of an agent and its trainers, and put these events behind all
-        that they have said: nothing more is heard of them."""
+        """Hear nothing more of an agent and its trainers.
+
+        These events are put behind all that they have said.
+        """
         self._listener.call(self._give_up, agent, events)
 
     def keep_leases(self, lease_s: float) -> None:

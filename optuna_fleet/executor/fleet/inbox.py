@@ -1,4 +1,4 @@
-"""The one queue of a driver: whatever happens is an event in it, which the caller's thread takes."""
+"""The one queue of a driver: what happens is an event in it, and the caller's thread takes it."""
 
 from __future__ import annotations
 

@@ -92,9 +92,7 @@ class Listener:
         self.now = time.monotonic()
         self.watch(self._wake, select.EPOLLIN, self._heed)
         self._resume()
-        self._thread = threading.Thread(
-            target=self._run, name="optuna-fleet-sockets", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="optuna-fleet-sockets", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:

@@ -145,7 +145,7 @@ class Runtime:
                 return (event,)
         return ()
 
-    def _note(self, message: Any) -> None:
+    def _note(self, message: Any) -> None:  # noqa: C901 - one arm each
         """Note what a message says of nodes and processes."""
         match message:  # what a dead agent said is read after its death, and void
             case AgentJoining():
