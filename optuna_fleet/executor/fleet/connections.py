@@ -50,6 +50,7 @@ class _Peer:
     """One connection.
 
     Attributes:
+        go_on: Has more of a trainer be read.
         agent: Of which agent it is, or its trainer; "" until it has said so.
         is_agent: Of the agent itself.
         heard: When the agent last gave a sign of life; infinite until it is up.
@@ -57,6 +58,7 @@ class _Peer:
     """
 
     channel: Channel
+    go_on: Callable[[_Peer], None]
     number: int = field(init=False)
     agent: str = ""
     is_agent: bool = False
@@ -68,10 +70,11 @@ class _Peer:
     def __post_init__(self) -> None:
         self.number = self.channel.fileno()
 
-    @property
-    def num_waiting(self) -> int:
-        """Messages of a trainer that were read, and are not taken."""
-        return self.num_read - self.num_taken
+    def taken(self) -> None:
+        """A message was; on the caller's thread."""
+        self.num_taken += 1
+        if self.is_paused and self.num_read - self.num_taken <= _FEW_WAITING:
+            self.go_on(self)
 
 
 class Connections:
@@ -179,7 +182,7 @@ class Connections:
         self.inbox.put(LaunchError(text))
 
     def _welcome(self, channel: Channel) -> None:
-        self._peers[channel] = _Peer(channel)
+        self._peers[channel] = _Peer(channel, partial(self._listener.call, self._go_on))
         self._watch(channel)
 
     def _watch(self, channel: Channel) -> None:
@@ -198,17 +201,12 @@ class Connections:
                 peer.channel.flush()
             self._watch(peer.channel)
         if events & ~select.EPOLLOUT and not peer.is_paused:
-            self._read(peer)
+            self._read(peer, is_all=peer.is_agent)
 
-    def _read(self, peer: _Peer, *, is_all: bool = False) -> None:
-        """Read what a peer has said; of a trainer not more than is taken, unless `is_all`."""
+    def _read(self, peer: _Peer, *, is_all: bool) -> None:
+        """Read what a peer has said, if it is there as a whole, or all of it."""
         channel = peer.channel
-        while channel in self._peers and channel.has_message():
-            if peer.num_waiting >= _MOST_WAITING and not is_all:
-                peer.is_paused = True
-                self._watch(channel)
-                self._go_on(peer)  # they may have been taken meanwhile
-                return
+        while channel.has_message():
             try:
                 message = channel.receive()
             except (EOFError, OSError) as error:
@@ -217,6 +215,8 @@ class Connections:
                 self._drop(peer)
                 return
             self._hear(peer, message)
+            if not is_all or channel not in self._peers:
+                return
 
     def _hear(self, peer: _Peer, message: Any) -> None:
         match message:
@@ -241,18 +241,16 @@ class Connections:
             self._tell(message)
         else:
             peer.num_read += 1
-            self._read_now.append((message, partial(self._taken, peer)))
-
-    def _taken(self, peer: _Peer) -> None:  # on the caller's thread
-        peer.num_taken += 1
-        if peer.is_paused and peer.num_waiting <= _FEW_WAITING:
-            self._listener.call(self._go_on, peer)
+            self._read_now.append((message, peer.taken))
+            if peer.num_read - peer.num_taken >= _MOST_WAITING and not peer.is_paused:
+                peer.is_paused = True
+                self._watch(peer.channel)
+                self._go_on(peer)  # they may have been taken meanwhile
 
     def _go_on(self, peer: _Peer) -> None:
-        if peer.is_paused and peer.num_waiting <= _FEW_WAITING:
+        if peer.is_paused and peer.num_read - peer.num_taken <= _FEW_WAITING:
             peer.is_paused = False
             self._watch(peer.channel)
-            self._read(peer)
 
     def _drop(self, peer: _Peer) -> None:
         self._forget(peer)

@@ -147,9 +147,11 @@ class Listener:
         for number, events in self._poll.poll(wait_s):
             if (handler := self._handlers.get(number)) is not None:
                 handler(events)
-        while self._times and self._times[0][0] <= now:
-            heapq.heappop(self._times)[2]()
         self._on_turn()
+        if self._times and self._times[0][0] <= now:
+            while self._times and self._times[0][0] <= now:
+                heapq.heappop(self._times)[2]()
+            self._on_turn()
 
     def _heed(self, events: int) -> None:
         os.eventfd_read(self._wake)

@@ -54,6 +54,10 @@ from optuna_fleet.wire.node_messages import (
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 10.0
 _LOOK_AGAIN_S = 1.0
+_NOTED = (
+    *(AgentJoining, AgentFailed, ConnectionEnded, TrainerStarted, TrainerUnfit, TrainerReady),
+    *(TrainerExited, StoreReady, StoreLost, PipelineReport, ChunksShared),
+)
 
 
 class Runtime:
@@ -115,7 +119,7 @@ class Runtime:
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def heard(self, event: Any) -> Sequence[Any]:
+    def heard(self, event: Any) -> Sequence[Any]:  # noqa: C901 - one arm each
         """Take what came in, and return what a call is to know of it, in order.
 
         Raises:
@@ -141,7 +145,8 @@ class Runtime:
             case None:
                 pass
             case _:
-                self._note(event)
+                if type(event) in _NOTED:
+                    self._note(event)
                 return (event,)
         return ()
 
