@@ -584,6 +584,20 @@ class Peers:
     def connect(self) -> Channel:
         return connect(self.connections.invitation)
 
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Nothing is read meanwhile."""
+        begun, over = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            over.wait(PATIENCE_S)
+
+        self.connections._listener.call(wait)
+        begun.wait(PATIENCE_S)
+        yield
+        over.set()
+
     def collect(self, number: int) -> list[Any]:
         return [self.connections.inbox.get(PATIENCE_S) for _ in range(number)]
 
@@ -598,19 +612,23 @@ def peers() -> Iterator[Peers]:
 
 
 def test_last_words_come_before_the_death(peers: Peers) -> None:
-    peers.agent.send(exited())
-    peers.trainer.send("last words")
-    peers.trainer.close()
-    got = peers.collect(2)
-    assert got[0] == "last words"
-    assert isinstance(got[1], TrainerExited)
+    """All is there when it is read, in whatever order the sockets are looked at."""
+    with peers.held_up():
+        peers.agent.send(exited())
+        for number in range(100):
+            peers.trainer.send(number)
+        peers.trainer.close()
+    got = peers.collect(101)
+    assert got[:100] == list(range(100))
+    assert isinstance(got[100], TrainerExited)
 
 
 def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
     """Both are pending, the agent's word first: as when two trainers die at one time."""
-    peers.trainer.close()
-    peers.agent.send("of another trainer")
-    peers.agent.send(exited())
+    with peers.held_up():
+        peers.trainer.close()
+        peers.agent.send("of another trainer")
+        peers.agent.send(exited())
     (_, death) = peers.collect(2)
     assert isinstance(death, TrainerExited)
     assert not peers.connections.trainers
@@ -674,12 +692,10 @@ def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers
 
 def test_a_time_comes_after_all_that_was_said_by_then(peers: Peers) -> None:
     """Also where the thread that reads was held up, as by a sampler that keeps Python's lock."""
-    inbox, held_up = peers.connections.inbox, threading.Event()
-    peers.connections._listener.call(held_up.wait, PATIENCE_S)
-    inbox.later(0.0, "the time")
-    peers.agent.send("of the agent")
-    peers.trainer.send("of the trainer")
-    held_up.set()
+    with peers.held_up():
+        peers.connections.inbox.later(0.0, "the time")
+        peers.agent.send("of the agent")
+        peers.trainer.send("of the trainer")
     got = peers.collect(3)
     assert set(got[:2]) == {"of the agent", "of the trainer"}
     assert got[2] == "the time"
@@ -689,15 +705,12 @@ def test_an_agent_is_silent_only_if_nothing_came_however_long_nobody_read(peers:
     """A driver that was stopped finds the signs of life in its sockets."""
     connections = peers.connections
     connections.keep_leases(1.0)
-    held_up = threading.Event()
     peers.agent.send(SignOfLife(agent=AGENT))
     assert peers.agent.receive() == SignOfLife()  # both ways
-    connections._listener.call(held_up.wait, PATIENCE_S)
-    connections._listener.call(connections._give_signs)
-    threading.Event().wait(1.5)
-    peers.agent.send(SignOfLife(agent=AGENT))
-    peers.agent.send("here")
-    held_up.set()
+    with peers.held_up():
+        threading.Event().wait(2.5)  # by now it is due to look who is silent
+        peers.agent.send(SignOfLife(agent=AGENT))
+        peers.agent.send("here")
     assert peers.collect(1) == ["here"]
     assert peers.collect(1) == [AgentSilent(agent=AGENT)]
     assert connections.inbox.get(0.0) is None
