@@ -22,6 +22,7 @@ from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
     AgentFailed,
     AgentJoining,
+    ConnectionEnded,
     NodeLeaving,
     NoticeGiven,
     Quit,
@@ -71,6 +72,7 @@ class Agents:
         start_s: Seconds that a process has to become ready; None for no limit.
 
     Attributes:
+        inbox: Where all is told that happens.
         devices: All devices that ever were there, by number.
         startup: Which agents and trainers are awaited.
     """
@@ -88,7 +90,7 @@ class Agents:
         self.devices: dict[int, Device] = {}
         self.startup = Startup(connections.inbox, start_s)
         self._engine = engine
-        self._inbox = connections.inbox
+        self.inbox = connections.inbox
         self._connections = connections
         self._set_up = set_up
         self._faults = faults
@@ -162,7 +164,7 @@ class Agents:
         setup = self._set_up(joining, devices)
         self.nodes.join(joining, devices, is_here=joining.machine == machine())
         self._await(joining.node)
-        self._inbox.put(NoticeDue(node=joining.node))  # if there was one before
+        self.inbox.put(NoticeDue(node=joining.node))  # if there was one before
         self.tell(joining.agent, setup)
 
     def _await(self, node: str) -> None:
@@ -206,7 +208,7 @@ class Agents:
                 f"that is there, should nothing be heard of that for {LEASE_S:g} s."
             )
         self._namesakes[joining.agent] = since
-        self._inbox.later(SIGN_EVERY_S / 2, joining)
+        self.inbox.later(SIGN_EVERY_S / 2, joining)
 
     # -- leaving ----------------------------------------------------------------------------------
 
@@ -214,10 +216,9 @@ class Agents:
         """The last words of an agent."""
         self._failures[message.node] = message.problem
 
-    def cut_off(self, agent: str) -> None:
+    def cut_off(self, ended: ConnectionEnded) -> None:
         """The connection of an agent has ended; its engine may be about to say why."""
-        if self.nodes.get(agent) is not None:
-            self._inbox.later(CAUSE_LIMIT_S, CutOff(agent=agent))
+        self.inbox.later(CAUSE_LIMIT_S, CutOff(agent=ended.agent))
 
     def unheard(self, event: CutOff | AgentSilent) -> None:
         """An agent is not heard of any more, and nobody says why."""
@@ -280,7 +281,7 @@ class Agents:
         left_s = notice.by - NOTICE_S - time.time()
         node.is_leaving = left_s <= 0  # its time limit may have changed
         if not node.is_leaving:
-            self._inbox.later(left_s, NoticeDue(node=name))
+            self.inbox.later(left_s, NoticeDue(node=name))
             return []
         del self._notices[name]
         at = time.strftime("%H:%M:%S", time.localtime(notice.by))

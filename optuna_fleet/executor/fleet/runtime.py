@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.agents import Agents, CutOff, NodeGone, NoticeDue
 from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
-from optuna_fleet.executor.fleet.nodes import Node, Nodes, StartLate
+from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
@@ -38,12 +38,10 @@ from optuna_fleet.wire.node_messages import (
     AgentJoining,
     ChunksShared,
     ConnectionEnded,
-    KillTrainer,
     NodeLost,
     NoticeGiven,
     OpenStore,
     PipelineReport,
-    ProcessId,
     ReportPipeline,
     StoreLost,
     StoreReady,
@@ -53,11 +51,6 @@ from optuna_fleet.wire.node_messages import (
 
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 10.0
-_LOOK_AGAIN_S = 1.0
-_NOTED = (
-    *(AgentJoining, AgentFailed, ConnectionEnded, TrainerStarted, TrainerUnfit, TrainerReady),
-    *(TrainerExited, StoreReady, StoreLost, PipelineReport, ChunksShared),
-)
 
 
 class Runtime:
@@ -111,6 +104,7 @@ class Runtime:
         self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
         exchange = setups.pipeline.exchange if setups.pipeline else "local"
         self.sharing = ChunkSharing(exchange, self.agents.tell)
+        self._takes = self._by_type()
 
     @property
     def nodes(self) -> Nodes:
@@ -119,70 +113,64 @@ class Runtime:
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def heard(self, event: Any) -> Sequence[Any]:  # noqa: C901 - one arm each
+    def heard(self, event: Any) -> Sequence[Any]:
         """Take what came in, and return what a call is to know of it, in order.
 
         Raises:
             LaunchError: There is no device left.
         """
-        match event:
-            case str():
-                fleet_logger.warning(event)
-            case Departure():
-                return self.agents.departs(event)
-            case NoticeGiven():
-                return self.agents.noticed(event)
-            case NoticeDue():
-                return self.agents.leaving(event.node)
-            case NodeGone():
-                return self._lose(*self.agents.gone(event))
-            case AgentSilent() | CutOff():
-                self.agents.unheard(event)
-            case StartLate():
-                self._end_late(event)
-            case KillLate():
-                self._end_stopped_agent(event)
-            case None:
-                pass
-            case _:
-                if type(event) in _NOTED:
-                    self._note(event)
-                return (event,)
-        return ()
+        take = self._takes.get(type(event))
+        return (event,) if take is None else take(event) or ()
 
-    def _note(self, message: Any) -> None:  # noqa: C901 - one arm each
-        """Note what a message says of nodes and processes."""
-        match message:  # what a dead agent said is read after its death, and void
-            case AgentJoining():
-                self.agents.joining(message)
-                if self.nodes.get(message.agent):
-                    self.sharing.joined(message.agent)
-            case AgentFailed():
-                self.agents.failed(message)
-            case ConnectionEnded():
-                self.agents.cut_off(message.agent)
-            case TrainerStarted():
-                self.agents.trainer_started(message)
-                self._trainer_started(message)
-            case TrainerUnfit() if self.nodes.get(message.process.agent):
-                self.agents.startup.over(message.process)
-                self.trainers.retire(message.device, message.process)
-                self.exclusion.device_failed(message.device, message.problem)
-            case TrainerReady() | TrainerExited():
-                self.agents.startup.over(message.process)
-            case StoreReady():
-                self.rendezvous.ready(message)
-            case StoreLost():
-                self.rendezvous.lost(message)
-            case PipelineReport():
-                self.reports.take(message)
-            case ChunksShared() if self.nodes.get(message.peer.agent):
-                self.sharing.ready(message.peer)
+    def _by_type(self) -> dict[type, Callable[[Any], Sequence[Any] | None]]:
+        """Who takes what; all else is of a call."""
+        agents = self.agents
+        return {
+            type(None): lambda nothing: None,
+            str: fleet_logger.warning,
+            Departure: agents.departs,
+            NodeGone: self._lose,
+            AgentSilent: agents.unheard,
+            CutOff: agents.unheard,
+            ConnectionEnded: agents.cut_off,
+            AgentFailed: agents.failed,
+            NoticeGiven: agents.noticed,
+            NoticeDue: lambda due: agents.leaving(due.node),
+            StartLate: self.exclusion.end_late,
+            KillLate: self.exclusion.end_stopped_agent,
+            AgentJoining: self._joining,
+            TrainerStarted: self._trainer_started,
+            TrainerUnfit: self._trainer_unfit,
+            TrainerReady: self._trainer_changed,
+            TrainerExited: self._trainer_changed,
+            StoreReady: self._store_ready,
+            StoreLost: self.rendezvous.lost,
+            PipelineReport: self._reported,
+            ChunksShared: self._shares,
+        }
+
+    def _store_ready(self, message: StoreReady) -> Sequence[StoreReady]:
+        self.rendezvous.ready(message)
+        return (message,)
+
+    def _reported(self, message: PipelineReport) -> Sequence[PipelineReport]:
+        self.reports.take(message)
+        return (message,)
+
+    def _shares(self, message: ChunksShared) -> None:
+        if self.nodes.get(message.peer.agent):  # what a dead agent has said is void
+            self.sharing.ready(message.peer)
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def _lose(self, node: Node | None, cause: str, is_replaced: bool) -> Sequence[NodeLost]:
+    def _joining(self, message: AgentJoining) -> None:
+        self.agents.joining(message)
+        if self.nodes.get(message.agent):
+            self.sharing.joined(message.agent)
+
+    def _lose(self, event: NodeGone) -> Sequence[NodeLost]:
         """A node is gone: its trainers are dead, and why."""
+        node, cause, is_replaced = self.agents.gone(event)
         if node is None:
             return ()
         self.agents.forget(node)
@@ -205,6 +193,7 @@ class Runtime:
     # -- trainers ---------------------------------------------------------------------------------
 
     def _trainer_started(self, message: TrainerStarted) -> None:
+        self.agents.trainer_started(message)
         name = f"The trainer of device {message.device}"
         if message.process is None:
             text = "can't be started, and is tried again later: are `ulimit -n` and `-u` too low?"
@@ -212,26 +201,15 @@ class Runtime:
         elif self.trainers.started(message.device, message.process):
             self.agents.startup.started(message.process, name)
 
-    def _end_late(self, late: StartLate) -> None:
-        """Kill what was started and is not ready: because it is stopped, say."""
-        if not self.agents.startup.is_late(late):
-            return
-        process = late.process
-        state = state_in_words(self.nodes.pid_of(process))
-        problem = late.problem + (f" ({state})" if state else "")
-        fleet_logger.warning(f"{problem}; it is killed, to be replaced by another one.")
-        if isinstance(process, ProcessId):
-            self._kill(self.trainers.device_of(process), process)
-        else:
-            self.agents.end(process, problem)
+    def _trainer_unfit(self, message: TrainerUnfit) -> None:
+        if self.nodes.get(message.process.agent):
+            self.agents.startup.over(message.process)
+            self.trainers.retire(message.device, message.process)
+            self.exclusion.device_failed(message.device, message.problem)
 
-    def _end_stopped_agent(self, late: KillLate) -> None:
-        """Kill an agent that does not do what it was told to, because it is stopped."""
-        node = self.nodes.get(late.process.agent)
-        if node is not None and self.trainers.lingers(late.process):
-            if state_in_words(node.pid):
-                self.agents.end(node.name)
-            self.inbox.later(_LOOK_AGAIN_S, late)
+    def _trainer_changed(self, message: TrainerReady | TrainerExited) -> Sequence[Any]:
+        self.agents.startup.over(message.process)
+        return (message,)
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
@@ -290,11 +268,7 @@ class Runtime:
     def kill(self, device: int) -> None:
         """Kill the trainer of a device; its successor announces itself."""
         if (process := self.trainers.process_on(device)) is not None:
-            self._kill(device, process)
-
-    def _kill(self, device: int, process: ProcessId) -> None:
-        self.trainers.kill(device, process)
-        self.agents.tell(process.agent, KillTrainer(pid=process.pid))
+            self.exclusion.kill(device, process)
 
     @property
     def are_starting(self) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import ProcessId
 
@@ -66,6 +66,14 @@ class KillLate:
     process: ProcessId
 
 
+class Timers(Protocol):
+    """What an `Inbox` does with time."""
+
+    def later(self, seconds: float, event: Any) -> None:
+        """See `Inbox`."""
+        ...
+
+
 class Trainers:
     """Those of all devices. Each device has at most one that has joined.
 
@@ -73,7 +81,7 @@ class Trainers:
         have_served: Devices on which one has joined since their node has.
     """
 
-    def __init__(self, devices: Mapping[int, Device], inbox: Inbox) -> None:
+    def __init__(self, devices: Mapping[int, Device], inbox: Timers) -> None:
         self._devices = devices
         self._inbox = inbox
         self._on: dict[int, dict[ProcessId, _Trainer]] = {}
