@@ -140,7 +140,7 @@ def checked_options(
             "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
             "layer, or its first and its last one share a module, or without flushes a parameter.",
         )
-    parts.widths.bound(replace(bounds, max_devices=most))
+    parts.widths.bounds = replace(bounds, max_devices=most)
     return replace(options, max_devices=min(most, run.num_of_all_types))
 
 
