@@ -38,7 +38,7 @@ from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
-from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox, begin
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox
 from optuna_fleet.policies import Own
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.progress import Progress
@@ -102,7 +102,8 @@ class HarvestEngine(Engine):
 
     def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
-        self._thread = begin("The trace", inbox, partial(self._live, invitation, inbox))
+        self._thread = threading.Thread(target=self._live, args=(invitation, inbox), daemon=True)
+        self._thread.start()
 
     def begin(self) -> None:
         """The trace begins now."""
