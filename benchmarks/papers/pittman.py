@@ -214,9 +214,8 @@ def _figure9(exchanged: list[dict[str, Any]]) -> Iterator[Row]:
 def _times_less() -> float:
     """CPU time of so many DataLoaders over that of a shared pipeline, with as many trials."""
     lines = _records(_SHARING, _AS_IN_NUMBERS)
-    (found,) = (
-        line["value"] for line in lines if line["trials"] == _TRIALS and line["unit"] == "x"
-    )
+    wanted = {"trials": _TRIALS, "system": "ours", "unit": "x"}
+    (found,) = (line["value"] for line in lines if wanted.items() <= line.items())
     return float(found)
 
 
