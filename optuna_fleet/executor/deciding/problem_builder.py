@@ -55,6 +55,14 @@ class ProblemBuilder:
         is_bounded = most is not None and epochs >= most
         (self._bounded_epochs if is_bounded else self._finished_epochs).append(epochs)
 
+    def are_last_to_come(self) -> bool:
+        """Whether what is to come goes before who waits, as one of these may train longest.
+
+        Only where plans let trials take turns, and only towards a sweep's end.
+        """
+        is_few = 0 < self.num_to_come <= len(self._presence)
+        return is_few and self._policy.paradigm == "elastic"
+
     def fits_fleet(self, trial: Trial) -> bool:
         """Whether a trial can be launched without that more devices join."""
         assert trial.model is not None
