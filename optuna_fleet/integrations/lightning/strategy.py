@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
@@ -16,18 +17,18 @@ from optuna_fleet.integrations import fleet_trial
 from optuna_fleet.integrations.lightning.follower import Follower
 from optuna_fleet.integrations.lightning.progress import Progress
 from optuna_fleet.trainer.gradients.collectives import gather
-from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
 
 if TYPE_CHECKING:
     import optuna
 
 _rank_zero: Any = rank_zero_only  # of Lightning's, it is an attribute of that function
-_REDUCTIONS: dict[str, Any] = {
-    "mean": lambda parts: parts.sum(0) / len(parts),  # of whole numbers too
-    "avg": lambda parts: parts.sum(0) / len(parts),
-    "sum": lambda parts: parts.sum(0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
+_REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
 }
 
 
@@ -143,9 +144,11 @@ class FleetStrategy(Strategy):
         if not isinstance(tensor, torch.Tensor) or self._size == 1:
             return tensor
         name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
-        if name not in _REDUCTIONS:
-            raise FleetConfigError(f"`reduce_op` is {reduce_op!r}, not of {sorted(_REDUCTIONS)}.")
-        return _REDUCTIONS[name](torch.stack(_of_all(tensor))).to(tensor.device)
+        if name not in _REDUCE_OPS:
+            raise FleetConfigError(f"`reduce_op` is {reduce_op!r}, not of {sorted(_REDUCE_OPS)}.")
+        reduced = tensor.detach().to(wire_device(), copy=True)
+        dist.all_reduce(reduced, op=_REDUCE_OPS[name])
+        return (reduced / self._size if name in ("mean", "avg") else reduced).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Whether all ranks of the trial, or any, have decided so."""
@@ -154,7 +157,7 @@ class FleetStrategy(Strategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the trial's ranks."""
-        gather({})
+        of_first_rank([0])
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What the rank `src` of the trial gives: plain values and tensors."""
@@ -176,14 +179,11 @@ class FleetStrategy(Strategy):
             )
         if self._size == 1:
             return tensor.unsqueeze(0)
-        parts = _of_all(tensor)
-        shapes = [list(part.shape) for part in parts]
-        if any(shape != shapes[0] for shape in shapes):
+        own = tensor.detach().to(wire_device()).contiguous()
+        shapes = [shape[""] for shape in gather({"": list(own.shape)})]
+        if any(shape != shapes[0] for shape in shapes):  # torch would abort the process
             why = f"all_gather() has tensors of unlike shapes on the trial's devices: {shapes}."
             self._trial.stay_on(1, why)
+        parts = [torch.empty_like(own) for _ in range(self._size)]
+        dist.all_gather(parts, own)
         return torch.stack(parts).to(tensor.device)
-
-
-def _of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What each rank has, on the CPU."""
-    return [one[""] for one in gather({"": tensor.detach().cpu().contiguous()})]
