@@ -58,7 +58,7 @@ class Trained:
         if self.reducer is None:
             yield
             return
-        steps = Steps([self.model, self.optimizer], print, self.reducer, self.weights)
+        steps = Steps([self.model, self.optimizer], print, self.reducer)
         yield
         steps.close()
 

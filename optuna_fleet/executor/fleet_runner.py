@@ -25,7 +25,6 @@ from optuna_fleet.executor.cluster.inline import InlineRunner
 from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
-from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -116,7 +115,7 @@ class FleetRunner:
             self._options.policy,
             profiles=runtime.profiles,
             run_ids=runtime.run_ids,
-            clearance=Clearance(findings.all),
+            findings=findings.all,
         )
 
     def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:
