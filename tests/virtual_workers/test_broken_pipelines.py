@@ -124,12 +124,13 @@ def is_disturbed(trial: Any, *, folder: Path, how: signal.Signals, driver: int) 
     return last
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
 def test_a_trial_that_loses_a_stage_goes_on_from_its_last_checkpoint_and_others_go_on(
     watched: Any,
     undisturbed: FrozenTrial,
     tmp_path: Path,
     how: signal.Signals,
+    log: Any,
 ) -> None:
     objective = functools.partial(is_disturbed, folder=tmp_path, how=how, driver=os.getpid())
     study = optuna.create_study()
@@ -139,6 +140,9 @@ def test_a_trial_that_loses_a_stage_goes_on_from_its_last_checkpoint_and_others_
         assert [trial.state for trial in study.trials] == [TrialState.RUNNING] * 2
     study.optimize(objective, n_trials=2, executor=watched)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+    if how is signal.SIGSTOP:
+        assert "it made no progress for 4 s" in log.getvalue()
+        assert "stopped by a signal" in log.getvalue()
     assert study.trials[0].user_attrs == undisturbed.user_attrs
     assert study.trials[0].intermediate_values == undisturbed.intermediate_values
 
