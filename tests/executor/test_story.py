@@ -70,6 +70,6 @@ def test_the_same_events_lead_to_the_same_decisions(
         patched.setattr(Controller, "handle", noting)
         two_trials(policy=policy)
     (real,) = made
-    again = Controller(real.policy)
+    again = Controller(real._state.policy)
     assert [again.handle(*events) for events, _ in happened] == [said for _, said in happened]
     assert again.finished

@@ -72,7 +72,7 @@ class Journal:
         end = self.now()
         story = [f"{at - end:9.3f} s  {_in_words(entry)}" for at, entry in self._last]
         note = "\n".join(["What happened last in the fleet:", *story])
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # as `add_note` of Python 3.11
+        vars(error).setdefault("__notes__", []).append(note)  # as `add_note` of Python 3.11
 
 
 def _in_words(entry: Entry) -> str:
