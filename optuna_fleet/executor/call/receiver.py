@@ -248,6 +248,8 @@ class Receiver:
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
+        if not self._node_faults.any_lost:
+            return []
         nodes = {self._exclusion.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
         return self._leave_out_nodes()

@@ -162,6 +162,11 @@ class NodeFaults:
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
 
+    @property
+    def any_lost(self) -> bool:
+        """Whether there is anything to count: else it makes no difference who gets on."""
+        return bool(self._rows)
+
     def lost(self, node: str, trial: int, cause: str) -> None:
         """A trial was lost there, by no doing of its own that is known."""
         row = self._rows.setdefault(node, _Row())

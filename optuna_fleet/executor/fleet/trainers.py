@@ -100,8 +100,10 @@ class Trainers:
         return self._on.setdefault(device, {}).setdefault(process, new)
 
     def _joined(self, device: int) -> _Trainer | None:
-        on_device = self._on.get(device, {}).values()
-        return next((trainer for trainer in on_device if trainer.status in _JOINED), None)
+        for trainer in self._on.get(device, {}).values():
+            if trainer.status in _JOINED:
+                return trainer
+        return None
 
     def process_on(self, device: int) -> ProcessId | None:
         """The one that has joined."""
