@@ -131,7 +131,7 @@ class Samples:
         finishes = stages.finish is not None and spec.finish is None
         if stages.in_parts or finishes or spec.collate is not None:
             return None
-        places = (self._place(spec, key.epoch, position) for position in positions)
+        places = self._places(spec, key.epoch, positions)
         try:
             return _rows(source.datasets[spec.name], [place % spec.length for place in places])
         except Exception:
@@ -154,18 +154,32 @@ class Samples:
         if spec.batched or spec.shards:
             self._sources().datasets[spec.name].at(epoch, position)
 
+    def _was_read(self, spec: DatasetSpec) -> bool:
+        """Whether the sample is there, read with others before: nothing is drawn for it now."""
+        return spec.batched and self._sources().datasets[spec.name].has_read()
+
     def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
         """The number of a sample in the order of an epoch, see `samplers`."""
+        return self._places(spec, epoch, range(position, position + 1))[0]
+
+    def _places(self, spec: DatasetSpec, epoch: int, positions: range) -> list[int]:
         if not spec.has_order:
-            return position
-        block = spec.name, epoch, (begin := position - position % _BLOCK)
+            return [*positions]
+        start, found = positions.start, list[int]()
+        for begin in range(start - start % _BLOCK, positions.stop, _BLOCK):
+            block = self._block(spec, epoch, begin)
+            found += block[max(start - begin, 0) : positions.stop - begin].tolist()
+        return found
+
+    def _block(self, spec: DatasetSpec, epoch: int, begin: int) -> Any:
+        block = spec.name, epoch, begin
         if block not in self._blocks:
             with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
                 order = epoch_order(self._sources(), spec, self._spec.seed, epoch)
             self._blocks[block] = order[begin : begin + _BLOCK].copy()
             if len(self._blocks) > _MOST_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
-        return int(self._blocks[block][position - begin])
+        return self._blocks[block]
 
     def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
         assert self._around is not None
@@ -189,7 +203,8 @@ class Samples:
         if store is not None and (loaded := store.get(spec.name, index)) is not None:
             self.num_loaded += 1
             return loaded[0]
-        seed()
+        if stages.prepare is not None or not self._was_read(spec):
+            seed()
         prepared = stages.prepared(self._sources().datasets[spec.name], index)
         if store is not None:
             store.put(spec.name, index, prepared)
@@ -211,7 +226,7 @@ class Samples:
     def _together(self, spec: DatasetSpec, dataset: Any, around: Surroundings) -> Together:
         def places(epoch: int, start: int) -> list[int]:
             stop = min(start + TOGETHER, spec.num_samples)
-            return [self._place(spec, epoch, position) for position in range(start, stop)]
+            return self._places(spec, epoch, range(start, stop))
 
         return Together(
             dataset,
