@@ -246,7 +246,8 @@ class _Producer:
             for each in made:
                 writer.add(each)
             for position in positions[len(made) :]:
-                writer.add(self._sample(order.key, position))
+                writer.add(self.samples.sample(order.key, position))
+                self.tell()
             return writer.finish()
         except OutgrownError:
             self.kept = _Kept(order.key, writer.samples())
