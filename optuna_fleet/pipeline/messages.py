@@ -159,6 +159,7 @@ class SampleMeasured:
         header_bytes: Bytes a chunk takes beyond its samples.
         chunk_size: Samples of a chunk, if another node has decided on that.
         is_repeatable: The first sample was the same when it was made again.
+        are_rows: Samples are rows of tensors.
     """
 
     key: ChunkKey
@@ -166,6 +167,7 @@ class SampleMeasured:
     header_bytes: int
     chunk_size: int | None = None
     is_repeatable: bool = True
+    are_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ MIN_CHUNK_SAMPLES = 8
 MAX_CHUNK_SAMPLES = 256
 """No chunk has more: whoever waits for the first of them waits for all."""
 
+MAX_CHUNK_ROWS = 8192
+"""The same for rows of tensors, which are there at once."""
+
 TOGETHER = 32
 """Samples that are read at once where the user asks for that: most of the gain, and little memory.
 A power of two, so that no chunk has a part of them unless they are large.
@@ -124,16 +127,17 @@ def choose_chunk_size(
     sample_bytes: int,
     chunk_bytes: int,
     least: int = MIN_CHUNK_SAMPLES,
+    most: int = MAX_CHUNK_SAMPLES,
 ) -> int:
     """Returns how many samples a chunk of this data set holds.
 
-    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, though
-    not for less than ``least`` samples each. A power of two where possible: batches of usual sizes
-    then seldom straddle two chunks. It never changes what a batch contains.
+    About ``chunk_bytes`` worth of them, at most ``most``, but few enough for an epoch to have
+    several chunks, though not for less than ``least`` samples each. A power of two where possible:
+    batches of usual sizes then seldom straddle two chunks. It never changes what a batch contains.
     """
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(least, num_samples // MIN_CHUNKS_PER_EPOCH)
-    size = min(by_bytes, by_count, MAX_CHUNK_SAMPLES)
+    size = min(by_bytes, by_count, most)
     return min(num_samples, 1 << (size.bit_length() - 1))
 
 

@@ -86,7 +86,10 @@ def peek_first(sock: socket.socket) -> tuple[object, list[int]]:
     """
     # Not socket.recv_fds, which ignores its flags (seen in Python 3.11).
     flags = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK)
-    packet, control, _, _ = sock.recvmsg(MAX_PACKET, _CONTROL_BYTES, flags)
+    try:
+        packet, control, _, _ = sock.recvmsg(MAX_PACKET, _CONTROL_BYTES, flags)
+    except ConnectionResetError:
+        raise EOFError from None
     found = [data for level, kind, data in control if kind == socket.SCM_RIGHTS]
     return _decode(packet), [fd for data in found for (fd,) in struct.iter_unpack("i", data)]
 

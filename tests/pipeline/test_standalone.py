@@ -162,6 +162,15 @@ def test_a_killed_server_is_reported_to_all_readers() -> None:
         assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
 
 
+def test_a_server_that_ends_as_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standalone, "_SERVER", "optuna_fleet.no_such_module")
+    with new_pipeline() as pipeline:
+        folder = Path(pipeline.handle().address.folder)
+        with pytest.raises(FleetError, match="ended"):
+            indices(pipeline.batches("train", batch_size=8, epoch=0))
+    assert not folder.exists()
+
+
 def test_who_comes_when_many_others_wait_to_be_let_in_waits_too() -> None:
     with new_pipeline() as pipeline, contextlib.ExitStack() as crowd:
         handle = pipeline.handle()

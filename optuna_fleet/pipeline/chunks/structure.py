@@ -27,18 +27,20 @@ _LEAF = Structure()
 
 def flatten(sample: Any, leaves: list[Any]) -> Structure:
     """Appends the sample's leaves to ``leaves``, depth first, and returns its structure."""
-    kind = type(sample)
+    kind, keys = type(sample), ()
     if kind is dict:
-        children = [flatten(item, leaves) for item in sample.values()]
-        return Structure(kind, tuple(children), tuple(sample))
-    if kind is tuple or kind is list or _is_namedtuple(sample):
-        return Structure(kind, tuple([flatten(item, leaves) for item in sample]))
-    leaves.append(sample)
-    return _LEAF
-
-
-def _is_namedtuple(sample: Any) -> bool:
-    return isinstance(sample, tuple) and hasattr(sample, "_fields")
+        keys, items = tuple(sample), sample.values()
+    elif (
+        kind is tuple or kind is list or (isinstance(sample, tuple) and hasattr(sample, "_fields"))
+    ):
+        items = sample
+    else:
+        leaves.append(sample)
+        return _LEAF
+    children = []  # no comprehension, which is one more call for each sample
+    for item in items:
+        children.append(flatten(item, leaves))
+    return Structure(kind, tuple(children), keys)
 
 
 def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:

@@ -130,13 +130,14 @@ class _Producer:
             chunk_size = answer.chunk_size if answer is not None else None
         by_user = self.spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, is_repeatable = 0, True
+        header_bytes, is_repeatable, are_rows = 0, True, False
         self.samples.begin()
         try:
             first = self._sample(key, 0)
             self.kept = _Kept(key, [first])
             nbytes = self._largest(self.kept, by_user)
             is_repeatable = self.samples.is_repeatable(key, first)
+            are_rows = self.samples.rows(key, range(1)) is not None
             chunk = write_chunk([first], collated_by_user=by_user)
             first_bytes = sample_bytes(first, collated_by_user=by_user)
             header_bytes = max(0, chunk.nbytes - first_bytes)
@@ -150,6 +151,7 @@ class _Producer:
                 header_bytes=header_bytes,
                 chunk_size=chunk_size,
                 is_repeatable=is_repeatable,
+                are_rows=are_rows,
             ),
         )
 
@@ -244,7 +246,8 @@ class _Producer:
             for each in made:
                 writer.add(each)
             for position in positions[len(made) :]:
-                writer.add(self._sample(order.key, position))
+                writer.add(self.samples.sample(order.key, position))
+                self.tell()
             return writer.finish()
         except OutgrownError:
             self.kept = _Kept(order.key, writer.samples())

@@ -19,7 +19,7 @@ from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
-from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
+from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.streams import Stream
 from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.preprocessor.together import Together
@@ -72,6 +72,7 @@ class Samples:
         self._load = load
         self._spec = spec
         self._decoded = decoded
+        self._specs = {each.name: each for each in spec.datasets}
         self._source: Source | None = None
         self._around: Surroundings | None = None
         self._blocks: dict[tuple[str, int, int], Any] = {}  # by data set, epoch, begin
@@ -92,15 +93,16 @@ class Samples:
         Raises:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
-        spec = self._spec.dataset(key.name)
-        self._sources()  # its errors are none of the sample
-        place = self._place(spec, key.epoch, position)
-        self._at(spec, key.epoch, position)
+        spec, source = self._specs[key.name], self._sources()  # its errors are none of the sample
+        (place,) = self._places(spec, key.epoch, range(position, position + 1))
+        at = source.datasets[spec.name].at if spec.batched or spec.shards else None
+        if at is not None:
+            at(key.epoch, position)
         may_skip = self._spec.on_error == "skip" and not spec.shards
         num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
             try:
-                return self._made(spec, key.epoch, place, use_store)
+                return self._made(spec, source, key.epoch, place, use_store)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
@@ -113,11 +115,11 @@ class Samples:
                 self.complaint = self.complaint or failure.error
             if spec.sampled:  # the next of those that are drawn, or of the data set
                 position = (position + 1) % spec.num_samples
-                place = self._place(spec, key.epoch, position)
-                self._at(spec, key.epoch, position)
+                (place,) = self._places(spec, key.epoch, range(position, position + 1))
             else:
                 place = (place + 1) % spec.length
-                self._at(spec, key.epoch, None)
+            if at is not None:
+                at(key.epoch, position if spec.sampled else None)
         raise AssertionError
 
     def rows(self, key: ChunkKey, positions: range) -> list[torch.Tensor] | None:
@@ -131,7 +133,7 @@ class Samples:
         finishes = stages.finish is not None and spec.finish is None
         if stages.in_parts or finishes or spec.collate is not None:
             return None
-        places = (self._place(spec, key.epoch, position) for position in positions)
+        places = self._places(spec, key.epoch, positions)
         try:
             return _rows(source.datasets[spec.name], [place % spec.length for place in places])
         except Exception:
@@ -150,50 +152,51 @@ class Samples:
         del self.skipped[num_skipped:]
         return found
 
-    def _at(self, spec: DatasetSpec, epoch: int, position: int | None) -> None:
-        if spec.batched or spec.shards:
-            self._sources().datasets[spec.name].at(epoch, position)
-
-    def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
-        """The number of a sample in the order of an epoch, see `samplers`."""
+    def _places(self, spec: DatasetSpec, epoch: int, positions: range) -> list[int]:
+        """The numbers of samples in the order of an epoch, see `samplers`."""
         if not spec.has_order:
-            return position
-        block = spec.name, epoch, (begin := position - position % _BLOCK)
-        if block not in self._blocks:
-            with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
-                order = epoch_order(self._sources(), spec, self._spec.seed, epoch)
-            self._blocks[block] = order[begin : begin + _BLOCK].copy()
-            if len(self._blocks) > _MOST_BLOCKS:
-                del self._blocks[next(iter(self._blocks))]
-        return int(self._blocks[block][position - begin])
+            return [*positions]
+        start, found = positions.start, list[int]()
+        for begin in range(start - start % _BLOCK, positions.stop, _BLOCK):
+            if (spec.name, epoch, begin) not in self._blocks:
+                self._draw(spec, epoch, begin)
+            block = self._blocks[spec.name, epoch, begin]
+            found += block[max(start - begin, 0) : positions.stop - begin].tolist()
+        return found
 
-    def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
-        assert self._around is not None
-        stages = self._sources().stages[spec.name]
-        seed = partial(self._around.begin, spec.name, epoch, place)
-        sample = self._prepared(spec, stages, place % spec.length, seed, use_store)
-        if stages.in_parts:
-            seed()
-            sample = called(stages.augment, sample)
-        return sample if spec.finish is not None else called(stages.finish, sample)
+    def _draw(self, spec: DatasetSpec, epoch: int, begin: int) -> None:
+        with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
+            order = epoch_order(self._sources(), spec, self._spec.seed, epoch)
+        self._blocks[spec.name, epoch, begin] = order[begin : begin + _BLOCK].copy()
+        if len(self._blocks) > _MOST_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
 
-    def _prepared(
-        self,
-        spec: DatasetSpec,
-        stages: Stages,
-        index: int,
-        seed: Callable[[], None],
-        use_store: bool,
+    def _made(
+        self, spec: DatasetSpec, source: Source, epoch: int, place: int, use_store: bool
     ) -> Any:
+        assert self._around is not None
+        stages, dataset, index = source.stages[spec.name], source.datasets[spec.name], place
+        index %= spec.length
+        seed = partial(self._around.begin, spec.name, epoch, place)
         store = self._decoded if use_store and spec.kept else None
         if store is not None and (loaded := store.get(spec.name, index)) is not None:
             self.num_loaded += 1
-            return loaded[0]
-        seed()
-        prepared = stages.prepared(self._sources().datasets[spec.name], index)
-        if store is not None:
-            store.put(spec.name, index, prepared)
-        return prepared
+            (sample,) = loaded
+        else:
+            # Nothing is drawn for a sample that was read with others before.
+            if stages.prepare is not None or not (spec.batched and dataset.has_read()):
+                seed()
+            sample = dataset[index]
+            if stages.prepare is not None:
+                sample = stages.prepare(sample)
+            if store is not None:
+                store.put(spec.name, index, sample)
+        if stages.augment is not None:
+            seed()
+            sample = stages.augment(sample)
+        if stages.finish is None or spec.finish is not None:
+            return sample
+        return stages.finish(sample)
 
     def _sources(self) -> Source:
         if self._source is None:
@@ -211,7 +214,7 @@ class Samples:
     def _together(self, spec: DatasetSpec, dataset: Any, around: Surroundings) -> Together:
         def places(epoch: int, start: int) -> list[int]:
             stop = min(start + TOGETHER, spec.num_samples)
-            return [self._place(spec, epoch, position) for position in range(start, stop)]
+            return self._places(spec, epoch, range(start, stop))
 
         return Together(
             dataset,

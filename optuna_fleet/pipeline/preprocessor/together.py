@@ -41,6 +41,13 @@ class Together:
         """Tells which sample is asked for next; None: one that is not at its own position."""
         self._wanted = epoch, position
 
+    def has_read(self) -> bool:
+        """Returns whether the sample that was told of has been read with others."""
+        epoch, position = self._wanted
+        if position is None or self._found is None:
+            return False
+        return position in self._found and (epoch, position - position % TOGETHER) == self._group
+
     def __getitem__(self, index: int) -> Any:
         """Returns the sample.
 
@@ -51,9 +58,9 @@ class Together:
         epoch, position = self._wanted
         if position is None:
             return self.dataset[index]
-        group = epoch, position - position % TOGETHER
         # Each is given once: whoever has it may write into it.
-        if group != self._group or (self._found is not None and position not in self._found):
+        group = epoch, position - position % TOGETHER
+        if not self.has_read() and (group != self._group or self._found is not None):
             self._group, self._found = None, None
             self._found = self._read(*group, position)
             self._group = group

@@ -36,6 +36,8 @@ from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
 from optuna_fleet.pipeline.server.space import Space
 from optuna_fleet.pipeline.server.workers import Spawn, Workers
 from optuna_fleet.pipeline.spec import (
+    MAX_CHUNK_ROWS,
+    MAX_CHUNK_SAMPLES,
     MIN_CHUNK_SAMPLES,
     TOGETHER,
     ChunkKey,
@@ -311,6 +313,7 @@ class Making:
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
             least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
+            most=MAX_CHUNK_ROWS if message.are_rows else MAX_CHUNK_SAMPLES,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
