@@ -86,7 +86,8 @@ def timed(allocator: ElasticAllocator, problem: AllocationProblem) -> Timed:
     plan = allocator.allocate(problem)
     whole_s = time.perf_counter() - began
     program = Program.of(problem, allocator.worth(problem), 0.0)
-    kept = program.without_hopeless(program.value(by_slope(program)))
+    start, prices = by_slope(program)
+    kept = program.without_hopeless(program.value(start), prices)
     return Timed(
         whole_s=whole_s,
         options=(len(program.options), len(kept.options)),

@@ -2,7 +2,6 @@
 
 from optuna_fleet.alloc.elastic import ElasticAllocator
 from optuna_fleet.alloc.isolation import IsolatedAllocator
-from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.problem import (
     SEVERAL,
     AllocationFailed,
@@ -29,7 +28,6 @@ __all__ = [
     "AllocationProblem",
     "Allocator",
     "Assignment",
-    "ByKind",
     "Candidate",
     "ElasticAllocator",
     "EqualSplitAllocator",

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import ClassVar
 
 import numpy as np
 
@@ -55,7 +54,6 @@ class ElasticAllocator:
     forward_looking_s: float = 120.0
     hedge: float = 0.3
     name: str = field(default="elastic", init=False)
-    knows_types: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         known = ("makespan", *OBJECTIVES)

@@ -4,10 +4,10 @@ Time-sharing between two widths reaches every point below the least concave majo
 rate. So the fewest devices for a rate are read off that majorant, and all trials finish together,
 and soonest, at the pace where these devices are just as many as there are.
 
-With several device types it is a linear program, which CBC solves. There a trial is on devices of
-one type at a time: its shares of the time add up to at most 1 over all types. To be on n_k of m
-devices of each type k counts as a share n_k / m of the time on m of them, so that trials that span
-types are part of it, if more of a type than there are count as well.
+With several device types the least time is that of a linear program, which CBC solves. There a
+trial is on devices of one type at a time: its shares of the time add up to at most 1 over all
+types. To be on n_k of m devices of each type k counts as a share n_k / m of the time on m of them,
+so that trials that span types are part of it, if more of a type than there are count as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ Rates = tuple[float, ...]
 _MAX_STEPS = 200
 _TOLERANCE = 1e-13
 _PATIENCE_S = 60.0
-_SPARE = 1e-3  # worth, beside the pace of all, of what trials at their peak leave to the others
 _PACE = 1e4  # worth of the pace: CBC takes what gains less than 1e-6 for nothing
 _SLACK = 1e-5  # relative; what CBC's tolerances let through
 
@@ -127,17 +126,15 @@ def fluid_paces(
     work: Sequence[float] | FloatArray,
     num_by_kind: Mapping[str, int],
 ) -> FloatArray:
-    """The pace of each trial in the fluid optimum, in samples/s; as :func:`fluid_seconds`.
+    """The pace of each trial in the fluid optimum, in samples/s, by one rate for all devices.
 
-    Where trials at their peak decide how long it takes, the others share what they leave.
+    With several types that is the rate on the one that suits it best.
     """
-    if len(num_by_kind) == 1:
-        (kind, total), *_ = num_by_kind.items()
-        own = [r[kind] for r in rates]
-        _, widths = fluid_optimum(own, work, total)
-        at = zip(own, widths.tolist(), strict=True)
-        return np.array([np.interp(m, *_corners(r[:total])[::-1]) for r, m in at])
-    return _relaxed(rates, np.asarray(work), num_by_kind, _SPARE / len(rates))[1]
+    total = sum(num_by_kind.values())
+    own = [tuple(np.max([r[kind] for kind in num_by_kind], axis=0).tolist()) for r in rates]
+    _, widths = fluid_optimum(own, work, total)
+    at = zip(own, widths.tolist(), strict=True)
+    return np.array([np.interp(m, *_corners(r[:total])[::-1]) for r, m in at])
 
 
 def fluid_seconds(
@@ -156,26 +153,16 @@ def fluid_seconds(
     Raises:
         AllocationFailed: The solver failed.
     """
-    return _relaxed(rates, np.asarray(work), num_by_kind)[0] * (1 - _SLACK)
-
-
-def _relaxed(
-    rates: Sequence[Mapping[str, Rates]],
-    work: FloatArray,
-    num_by_kind: Mapping[str, int],
-    spare: float = 0.0,
-) -> tuple[float, FloatArray]:
-    """Least seconds for all the work, and the paces, with what is spared worth so much."""
     # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
     alone = np.array([max(max(own[kind]) for kind in num_by_kind) for own in rates])
-    slowest = float((work / alone).max())
+    needs = np.asarray(work) / alone
+    slowest = float(needs.max())
     with failing():
         model = new_model()
-        needs = (work / alone / slowest).tolist()
-        pace, done = _build(model, rates, alone.tolist(), needs, num_by_kind, spare)
+        pace = _build(model, rates, alone.tolist(), (needs / slowest).tolist(), num_by_kind)
         if not optimized(model, _PATIENCE_S) or not pace.x:
             raise AllocationFailed("the solver did not solve the fluid relaxation")
-        return slowest / pace.x, np.array([terms.x for terms in done]) * alone
+        return slowest / float(pace.x) * (1 - _SLACK)
 
 
 def _build(
@@ -184,31 +171,23 @@ def _build(
     alone: Sequence[float],
     needs: Sequence[float],
     num_by_kind: Mapping[str, int],
-    spare: float,
-) -> tuple[Any, list[Any]]:
-    """The linear program.
-
-    Returns:
-        The pace to be maximised, and what each trial does, as a share of what it could do alone.
-    """
+) -> Any:
+    """The linear program, and in it the pace to be maximised."""
     import mip
 
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
     pace = model.add_var(ub=1.0, obj=_PACE)
     used: dict[str, list[Any]] = defaultdict(list)
-    done = []
     for own, best, need in zip(rates, alone, needs, strict=True):
         shares, terms = [], []
         for kind in num_by_kind:
             heights, widths = _corners(own[kind])
             for rate, m in zip(heights[1:].tolist(), widths[1:].tolist(), strict=True):
-                share = model.add_var(obj=_PACE * spare * rate / best)
-                shares.append(share)
+                shares.append(share := model.add_var())
                 terms.append(rate / best * share)
                 used[kind].append(m * share)
         model += mip.xsum(shares) <= 1
-        done.append(mip.xsum(terms))
-        model += done[-1] >= need * pace
+        model += mip.xsum(terms) >= need * pace
     for kind, all_of in used.items():
         model += mip.xsum(all_of) <= num_by_kind[kind]
-    return pace, done
+    return pace

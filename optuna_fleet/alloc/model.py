@@ -68,11 +68,11 @@ def decide(problem: AllocationProblem, worth: Worth, *, flotilla_cost: float = 0
     Where the solver has nothing in time, or fails, the choice is that of :func:`by_slope`.
     """
     program = Program.of(problem, worth, flotilla_cost)
-    start = by_slope(program)
+    start, prices = by_slope(program)
     if not program.options:
         return Decision(choice=start, status="trivial", gap=0.0)
     try:
-        decision = _solve(program.without_hopeless(program.value(start)))
+        decision = _solve(program.without_hopeless(program.value(start), prices))
     except AllocationFailed as error:
         return Decision(choice=start, status=f"fallback: {error}")
     is_better = program.value(decision.choice) >= program.value(start)

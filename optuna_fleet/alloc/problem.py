@@ -146,8 +146,7 @@ class AllocationProblem:
         num_to_come: Trials that will be proposed later, as devices fall free.
         joined: Device -> when it joined the fleet, as an ordinal; those it lacks are the eldest.
         kinds: Device type of each node; empty if all are alike. A trial flies on devices of one
-            type at a time, unless it spans types; allocators that know nothing of types go into
-            :class:`optuna_fleet.alloc.kinds.ByKind`.
+            type at a time, unless it spans types.
     """
 
     candidates: tuple[Candidate, ...]

@@ -29,14 +29,15 @@ Hull = list[tuple[int, float]]
 Step = tuple[float, int, str, int, int]
 """(-gain per device, trial, type, from, to)."""
 
+Prices = Mapping[str, float]
+"""Of a device of each type."""
+
 _ANY = -1  # a step from whatever it has
 
 TIE = 1e-7
 """By how much of a gain that is preferred of what is worth as much."""
 
 _MANY = 100  # options from which on it pays to rule some out beforehand
-_HALVINGS = 30
-_SWEEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class Program:
         flotillas = flotillas_of(self.problem, rates_of(self.problem, choice))
         return gain - self.flotilla_cost * len(flotillas)
 
-    def without_hopeless(self, reached: float) -> Program:
+    def without_hopeless(self, reached: float, prices: Prices) -> Program:
         """Without the options that are in no choice better than what is ``reached``.
 
         At any price of a device, the sum of what each trial likes best, with that of all devices,
@@ -125,16 +126,15 @@ class Program:
         """
         if len(self.options) < _MANY:
             return self
-        gains = np.array([o.gain for o in self.options])
-        sizes = np.array([o.devices for o in self.options])
-        kinds = [o.kind for o in self.options]
-        starts = _starts([o.number for o in self.options])
-        prices = _prices(gains, sizes, kinds, starts, self.room)
-        reduced = gains - sizes * np.array([prices[kind] for kind in kinds])
+        of_mixtures = min(prices.values())  # at the least: a bound, whatever they take
+        reduced = np.array(
+            [o.gain - o.devices * prices.get(o.kind, of_mixtures) for o in self.options]
+        )
+        numbers = [o.number for o in self.options]
+        starts = [i for i, n in enumerate(numbers) if not i or n != numbers[i - 1]]
         best = np.maximum(np.maximum.reduceat(reduced, starts), 0.0)
         bound = best.sum() + sum(prices[kind] * n for kind, n in self.room.items())
-        lengths = np.diff([*starts, len(gains)])
-        losses = np.repeat(best, lengths) - reduced
+        losses = np.repeat(best, np.diff([*starts, len(numbers)])) - reduced
         keeps = losses <= bound - reached + 1e-9 * abs(bound)
         return replace(self, options=[self.options[i] for i in np.flatnonzero(keeps).tolist()])
 
@@ -162,11 +162,14 @@ def _preferred(problem: AllocationProblem, option: Option) -> Option:
     return replace(option, gain=option.gain * (1 + times * TIE))
 
 
-def by_slope(program: Program) -> Choice:
+def by_slope(program: Program) -> tuple[Choice, Prices]:
     """Gives devices where each is worth most, as long as there are any.
 
     Optimal but for what the last devices do, where all are of one type and a trial's next ones are
     worth ever less. With several types, trials come first where they are not crowded.
+
+    Returns:
+        The choice, and the price of a device of each type: what the first that lacked was worth.
     """
     hulls = _hulls(program.options)
     steps = sorted(_steps(hulls))
@@ -175,19 +178,23 @@ def by_slope(program: Program) -> Choice:
         kinds = _uncrowded(hulls, program.room)
         tried.append(sorted(steps, key=lambda step: kinds[step[1]] != step[2]))
     last = sorted((-o.gain / o.devices, *o.key[:2], _ANY, o.devices) for o in program.options)
-    return max((_filled(program, (*order, *last)) for order in tried), key=program.value)
+    filled = (_filled(program, (*order, *last)) for order in tried)
+    return max(filled, key=lambda found: program.value(found[0]))
 
 
-def _filled(program: Program, steps: Iterable[Step]) -> Choice:
+def _filled(program: Program, steps: Iterable[Step]) -> tuple[Choice, Prices]:
     """What all steps come to that can be made, in that order."""
-    draft = Draft(program.problem)
+    draft, prices = Draft(program.problem), dict.fromkeys(program.room, 0.0)
     grows_on: dict[int, tuple[str, int]] = {}
-    for _, number, kind, before, after in steps:
+    for slope, number, kind, before, after in steps:
         there, now = grows_on.get(number, (kind, 0))
-        is_next = there == kind and before in (now, _ANY) and now < after
-        if is_next and draft.give(number, kind, after):
+        if there != kind or before not in (now, _ANY) or now >= after:
+            continue
+        if draft.give(number, kind, after):
             grows_on[number] = kind, after
-    return draft.choice
+        elif before != _ANY and kind in prices:
+            prices[kind] = prices[kind] or -slope
+    return draft.choice, prices
 
 
 def _uncrowded(hulls: Mapping[tuple[int, str], Hull], room: Mapping[str, int]) -> dict[int, str]:
@@ -231,42 +238,3 @@ def _steps(hulls: Mapping[tuple[int, str], Hull]) -> Iterator[Step]:
 
 def _slope(before: tuple[int, float], after: tuple[int, float]) -> float:
     return (after[1] - before[1]) / (after[0] - before[0])
-
-
-def _starts(numbers: Sequence[int]) -> list[int]:
-    """Where the options of each trial begin."""
-    return [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1]]
-
-
-def _prices(
-    gains: FloatArray,
-    sizes: NDArray[np.int64],
-    kinds: Sequence[str],
-    starts: Sequence[int],
-    room: Mapping[str, int],
-) -> dict[str, float]:
-    """A price per device of each type, at which what trials like best takes about all of them."""
-    names = [*room, SEVERAL]
-    of = np.array([names.index(kind) for kind in kinds])
-    rooms = np.array(list(room.values()))
-    prices = np.zeros(len(names))
-    lengths = np.diff([*starts, len(gains)])
-
-    def is_overdrawn(which: NDArray[np.int64]) -> bool:
-        prices[-1] = prices[:-1].mean()
-        reduced = gains - sizes * prices[of]
-        best = np.repeat(np.maximum.reduceat(reduced, starts), lengths)
-        likes = (reduced >= best) & (reduced > 0) & np.isin(of, which)
-        return bool(sizes[likes].sum() > rooms[which].sum())
-
-    # One price for all types first; then each of its own, as the others change what it should be.
-    every = np.arange(len(room))
-    one_by_one = np.tile(every, _SWEEPS if len(room) > 1 else 0)
-    for which in [every, *one_by_one[:, None]]:
-        low, high = 0.0, float((gains / sizes).max())
-        for _ in range(_HALVINGS):
-            prices[which] = middle = (low + high) / 2
-            low, high = (middle, high) if is_overdrawn(which) else (low, middle)
-        prices[which] = high
-    prices[-1] = prices[:-1].min()  # at the least: a bound, whatever it takes
-    return dict(zip(names, prices.tolist(), strict=True))

@@ -10,7 +10,6 @@ import random
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.draft import Draft, Drawn, homes, rates_of
@@ -34,7 +33,6 @@ class SingleDeviceAllocator:
 
     seed: int = 0
     name: str = field(default="baseline", init=False)
-    knows_types: ClassVar[bool] = True
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
@@ -56,7 +54,6 @@ class HomogeneousAllocator:
 
     seed: int = 0
     name: str = field(default="homogeneous", init=False)
-    knows_types: ClassVar[bool] = True
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
@@ -109,7 +106,6 @@ class FleetAllocator:
 
     delta: float = 20.0
     name: str = field(default="fleet-g", init=False)
-    knows_types: ClassVar[bool] = True
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
@@ -204,7 +200,6 @@ class EqualSplitAllocator:
 
     published: bool = False
     name: str = field(default="equal-split", init=False)
-    knows_types: ClassVar[bool] = True
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""

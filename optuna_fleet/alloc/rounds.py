@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 from optuna_fleet.alloc.assembly import plan_as_decided, plan_of
 from optuna_fleet.alloc.model import decide
@@ -35,7 +34,6 @@ class MipAllocator:
     waiting_bonus: float = 0.01
     flotilla_cost: float = 0.25
     name: str = field(default="mip", init=False)
-    knows_types: ClassVar[bool] = True
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""
@@ -69,11 +67,10 @@ class GreedyAllocator:
 
     keep_flying: bool = False
     name: str = field(default="greedy", init=False)
-    knows_types: ClassVar[bool] = True
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        choice = by_slope(Program.of(problem, partial(self._gains, problem)))
+        choice, _ = by_slope(Program.of(problem, partial(self._gains, problem)))
         return plan_of(problem, place(problem, choice), allocator=self.name)
 
     def _gains(

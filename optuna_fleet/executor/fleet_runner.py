@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from optuna_fleet.alloc import ByKind, IsolatedAllocator
+from optuna_fleet.alloc import IsolatedAllocator
 from optuna_fleet.alloc.rounds import CAUTIOUS
 from optuna_fleet.arguments import check_choice
 from optuna_fleet.exceptions import FleetConfigError
@@ -141,7 +141,7 @@ class FleetRunner:
             )
             self._runtime = Runtime(
                 self._engine,
-                IsolatedAllocator(ByKind(inner=options.allocator), CAUTIOUS),
+                IsolatedAllocator(options.allocator, CAUTIOUS),
                 options.checkpoint_dir,
                 options.limits,
                 setups,

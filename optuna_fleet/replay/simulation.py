@@ -16,7 +16,6 @@ from itertools import count
 from typing_extensions import assert_never
 
 from optuna_fleet.alloc.isolation import in_process
-from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.alloc.rounds import CAUTIOUS
@@ -105,7 +104,7 @@ class Simulation:
     ) -> None:
         waits = replace(policy, more_may_join=True)  # `run` knows when none will
         self._controller = Controller(waits, profiles=profiles)
-        self._allocator = ByKind(inner=allocator)
+        self._allocator = allocator
         self._devices = {device.index: device for device in fleet.devices}
         self._trials = trials
         self._probes = policy.lookahead == 0  # as in a real sweep

@@ -101,12 +101,6 @@ def test_the_placement_of_the_slides_and_of_figure_3():
     assert fleet_score(placed, problem.nodes) == 1 + 1 / 2 + 1 + 1 / 4
 
 
-@pytest.mark.parametrize(("delta", "expected"), [(4.0, {1: 4}), (5.0, {1: 1, 4: 3})])
-def test_delta_is_absolute_and_inclusive(delta, expected):
-    problem = replace(slide_problem(), rate_spread=math.inf)
-    assert counts(FleetAllocator(delta=delta).allocate(problem)) == expected
-
-
 def test_left_overs_stop_where_they_would_slow_the_flotilla():
     falls = Candidate(number=1, rates=(50.0, 40.0, 45.0))
     flat = Candidate(number=2, rates=(60.0, 110.0))
@@ -124,18 +118,6 @@ def test_fleet_keeps_to_a_finite_spread_to_phases_and_to_the_capacity():
         validate(ruled, plan)
         assert 1 in plan.assignments
         assert 4 not in plan.assignments
-
-
-def test_fleet_l_gives_freed_devices_a_flotilla_of_their_own():
-    flying = Candidate(number=7, rates=(10.0, 19.0), devices=(2, 3), movable=False)
-    waiting = slide_problem().candidates
-    problem = unbound([*waiting, flying], 6)
-    plan = FleetAllocator().allocate(problem)
-    validate(problem, plan)
-    assert [[a.number for a in f.assignments] for f in plan.flotillas] == [[7], [1, 4]]
-    assert plan.assignments[7].devices == (2, 3)
-    freed = replace(problem, candidates=waiting, nodes=((0, 1), (4, 5)))
-    assert FleetAllocator().allocate(freed).flotillas == plan.flotillas[1:]
 
 
 def test_fleet_with_nothing_but_trials_that_can_not_move_leaves_them_alone():

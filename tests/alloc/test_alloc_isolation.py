@@ -18,7 +18,6 @@ from optuna_fleet.alloc import (
     GreedyAllocator,
     IsolatedAllocator,
     MipAllocator,
-    validate,
 )
 
 pytestmark = pytest.mark.usefixtures("afresh")
@@ -64,30 +63,6 @@ def test_submit_wait_result(isolated):
     assert allocator.deadline() is None
     with pytest.raises(RuntimeError, match="submit"):
         allocator.result()
-
-
-@pytest.mark.parametrize(
-    ("how", "cause", "survives"),
-    [
-        ("abort", "solver process ended with signal SIGABRT", False),
-        ("leave", "solver process ended with exit code 3", False),
-        ("fail", "solver failed with AllocationFailed: no incumbent", True),
-        ("crash", "solver failed with ZeroDivisionError: oh", True),
-        ("lie", "solver's answer was refused: The plan of greedy can't be flown", True),
-        ("nonsense", "solver failed with 17", True),
-    ],
-)
-def test_trouble_means_the_fallback_and_the_next_solve_works(isolated, how, cause, survives):
-    allocator = isolated(Misbehaving(how))
-    assert allocator.allocate(GOOD).status == "heuristic"
-    pid = allocator.pid
-    plan = allocator.allocate(BAD)
-    assert plan.status.startswith(f"fallback: {cause}")
-    assert plan.reason.startswith(plan.status)
-    assert plan.allocator == "greedy"
-    validate(BAD, plan)
-    assert allocator.allocate(GOOD).allocator == "misbehaving"
-    assert (allocator.pid == pid) is survives
 
 
 def test_a_child_killed_in_mid_solve_wakes_the_caller(isolated):

@@ -75,7 +75,7 @@ def test_no_choice_that_can_be_flown_is_worth_more_with_or_without_pruning(probl
 @given(problem=small_problems, worth=worths(), cost=some_cost)
 def test_the_choice_without_a_solver_can_be_flown_and_is_worth_no_more(problem, worth, cost):
     made = Program.of(problem, worth, cost)
-    choice = by_slope(made)
+    choice, _ = by_slope(made)
     used = Counter()
     for number, share in choice.items():
         used.update(share)
@@ -98,7 +98,7 @@ def test_where_each_device_helps_less_than_the_one_before_no_solver_is_needed():
     trials = [trial(n, np.cumsum([9.0, 7.0, 5.0 - n, 1.0]).tolist()) for n in range(4)]
     problem = problem_of(*trials, nodes=(tuple(range(9)),))
     made = Program.of(problem, lambda c, _: enumerate(c.rates, 1), 0.0)
-    assert made.value(by_slope(made)) == best_choice(problem, made.gains, 0.0)
+    assert made.value(by_slope(made)[0]) == best_choice(problem, made.gains, 0.0)
 
 
 def test_without_a_solver_no_device_idles_that_helps_a_trial(monkeypatch):
@@ -232,7 +232,7 @@ def test_a_solver_that_is_out_of_time_says_so_and_how_far_it_may_be_from_the_opt
     assert 0 < plan.gap < 0.05
     made = Program.of(problem, THROUGHPUT.worth(problem), 0.0)
     choice = {n: share_of(problem, a.devices) for n, a in plan.assignments.items()}
-    assert made.value(choice) >= made.value(by_slope(made))
+    assert made.value(choice) >= made.value(by_slope(made)[0])
 
 
 def large_problem(num_trials, num_devices):
@@ -267,5 +267,6 @@ def test_large_fleets_are_used_with_a_solver_and_without(monkeypatch, fails):
 def test_what_no_better_choice_can_have_is_left_out():
     problem = large_problem(64, 64)
     made = Program.of(problem, THROUGHPUT.worth(problem), 0.0)
-    kept = made.without_hopeless(made.value(by_slope(made))).options
+    start, prices = by_slope(made)
+    kept = made.without_hopeless(made.value(start), prices).options
     assert len(kept) < len(made.options) / 2

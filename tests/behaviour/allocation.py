@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from optuna_fleet.alloc import (
     SEVERAL,
     AllocationProblem,
-    ByKind,
     Candidate,
     Plan,
     RateProfile,
@@ -43,8 +42,7 @@ LINEAR = tuple(10.0 * m for m in range(1, 9))
 
 def asked(policy: str | Policy, problem: AllocationProblem, *, seed: int = 7) -> Plan:
     """The policy's plan, which is one that can be flown."""
-    allocator = ByKind(inner=policy_of(policy).new_allocator(seed))
-    plan = allocator.allocate(problem)
+    plan = policy_of(policy).new_allocator(seed).allocate(problem)
     validate(problem, plan)
     return plan
 

@@ -87,6 +87,14 @@ def test_the_last_trials_are_spread_over_the_fleet() -> None:
     assert max(width for _, began in used for width in began.values()) > 1
 
 
+@pytest.mark.parametrize("seed", [1, 9])
+def test_who_takes_turns_keeps_nobody_from_being_proposed(seed: int) -> None:
+    """It may be the longest: the last one starts well before the sweep's end."""
+    trials = drawn(seed, told=True)
+    outcome = sweep("elastic", trials, 2 * len(trials) // 3, lookahead=0, movable=True)
+    assert all((p.begun_s or 0.0) < 0.8 * outcome.end_s for p in outcome.trials.values())
+
+
 # -- whose turn it is --
 
 

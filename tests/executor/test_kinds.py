@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc import ByKind, ElasticAllocator, GreedyAllocator
+from optuna_fleet.alloc import ElasticAllocator, GreedyAllocator
 from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.cli import main
 from optuna_fleet.events import Allocate, Ending, Launch, RateMeasured
@@ -45,7 +45,7 @@ class MixedWorld(World):
 
     def __init__(self, *kinds: str, trials: int, **policy: Any) -> None:
         super().__init__(trials=trials, devices=devices_of(*kinds), **policy)
-        self.allocator = ByKind(inner=GreedyAllocator())
+        self.allocator = GreedyAllocator()
 
     def _carry_out(self, instruction: Any) -> Any:
         if isinstance(instruction, Launch):
@@ -231,7 +231,7 @@ def test_any_order_of_events_ends_every_trial_once_on_one_type_at_a_time(
     world = MixedWorld(
         *kinds, trials=trials, paradigm=paradigm, max_restarts=2, moves_within_epochs=within_epochs
     )
-    world.allocator = ByKind(inner=inner)
+    world.allocator = inner
     play_out(world, random.Random(seed), structures=5, spanning=len(kinds))
     assert sorted(world.done) == list(range(trials))
 
@@ -346,7 +346,7 @@ def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> Non
     ("flag", "told"),
     [
         (True, ""),
-        (False, "`min_devices` is 3, but must be <= 2"),
+        (False, "`min_devices` is 3, but must be a whole number >= 1 and <= 2"),
         ("yes", "must be true or false"),
     ],
 )

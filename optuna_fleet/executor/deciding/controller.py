@@ -350,7 +350,8 @@ class Controller:
         if self._state.num_without_run() < self._state.policy.lookahead:
             return True
         waiting = [t for t in self._state.waiting() if not self._avoidance.waits(t)]
-        if any(self._problems.fits_fleet(trial) for trial in waiting):
+        fits = any(map(self._problems.fits_fleet, waiting))
+        if fits and not self._problems.are_last_to_come():
             return False
         # Those that wait for more devices to join leave these to others, up to a point.
         return len(waiting) <= len(self._state.devices) and self._state.has_free()

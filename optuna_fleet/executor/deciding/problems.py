@@ -25,6 +25,14 @@ class Problems:
         self._profiles = profiles
         self._clearance = clearance
 
+    def are_last_to_come(self) -> bool:
+        """Whether what is to come goes before who waits, as one of these may train longest.
+
+        Only where plans let trials take turns, and only towards a sweep's end.
+        """
+        is_few = 0 < self._state.num_to_come <= len(self._devices)
+        return is_few and self._policy.paradigm == "elastic"
+
     def fits_fleet(self, trial: Trial) -> bool:
         """Whether a trial can be launched without that more devices join."""
         assert trial.model is not None
