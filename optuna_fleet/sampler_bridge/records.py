@@ -183,8 +183,11 @@ def device_spans_of(study: optuna.Study, began: float | None = None) -> list[Dev
 
 def record_call(study: optuna.Study, state: CallState) -> None:
     """Store it in the place of what was recorded before, if that can be done at once."""
+    record = asdict(state)  # but as a database gives it back: without tuples
+    record["waiting"] = list(state.waiting)
+    record["runs"] = [{**run, "devices": list(run["devices"])} for run in record["runs"]]
     with contextlib.suppress(Exception):  # it may be missing: nobody waits for a storage for that
-        compat.set_study_record(study, CALL_KEY.format(began=state.began), asdict(state))
+        compat.set_study_record(study, CALL_KEY.format(began=state.began), record)
 
 
 def calls_of(study: optuna.Study) -> list[CallState]:
