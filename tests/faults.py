@@ -141,7 +141,7 @@ def run(options: argparse.Namespace, fault: Fault | None) -> tuple[list[str], fl
     return failed, time.monotonic() - begin
 
 
-def _failures(root: Path, arguments: list[str], limit_s: float) -> list[str]:
+def _failures(root: Path, arguments: list[str], limit_s: float | None) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
@@ -171,13 +171,16 @@ def main() -> None:
     parser.add_argument("--with", dest="tests", action="append", type=shlex.split, required=True)
     parser.add_argument("-n", type=int, default=20, help="how many faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="for a group of tests")
+    parser.add_argument(
+        "--limit-s", type=float, help="for a group of tests; default: 4 times what all take"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", action="store_true", help="name all tests that fail")
     options = parser.parse_args()
     failed, seconds = run(options, None)
     if failed:
         parser.exit(2, f"without a fault, {', '.join(failed)} fail\n")
+    options.limit_s = options.limit_s or 60 + 4 * seconds  # others may be at work beside it
     print(f"without a fault: {seconds:.0f} s", flush=True)
     faults = chosen(options.parts, options.n, options.seed)
     num_caught = 0

@@ -11,6 +11,7 @@ from typing import Any
 import optuna
 
 from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import Owner, written
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.events import (
@@ -73,7 +74,8 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
     """As a trainer does that sees the folder."""
     with written(path), Store(path.parent).write(path.name) as file:
-        checkpoint.write(file, checkpoint.captured(content), owner)
+        made = checkpoint.captured(content)
+        checkpoint_file.write(file, made.file.data, owner=owner, epoch=made.epoch)
 
 
 @dataclass(slots=True)

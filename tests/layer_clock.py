@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor, nn
 
-from optuna_fleet.virtual_workers import placing
+from optuna_fleet.virtual_workers import measuring
 
 _LOOK_S = 1e-6
 
@@ -40,5 +40,5 @@ class Taking(nn.Module):
 def emulated() -> Iterator[None]:
     """What layers cost, and how fast links are, is measured by that clock."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "time", _CLOCK)
+        patch.setattr(measuring, "time", _CLOCK)
         yield

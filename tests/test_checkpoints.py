@@ -19,7 +19,6 @@ from unittest.mock import ANY
 import optuna
 import pytest
 import torch
-from optuna.trial import TrialState
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints import store as checkpoint_store
@@ -209,16 +208,6 @@ def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
         leave(retention, study, values)
         retention.settled(number)
     assert folder.finals() == {0, 1}
-
-
-def test_nobody_looks_for_the_best_where_there_is_nothing_to_choose(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of several objectives that takes a copy of all trials, at the end of each."""
-    study = optuna.create_study(directions=["minimize", "maximize"])
-    monkeypatch.delattr(optuna.Study, "best_trials")
-    study.tell(study.ask(), [1.0, 2.0])
-    CheckpointRetention(study, StudyFolder(root, study.study_name), 0).settled(0)
 
 
 def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> None:
@@ -571,14 +560,3 @@ def test_a_folder_that_is_not_there_is_refused(
     assert main(["checkpoints", str(tmp_path / "nowhere")]) == 2
     assert "nowhere can't be read" in capsys.readouterr().err
     assert main(["checkpoints", str(tmp_path)]) == 0
-
-
-def test_a_call_leaves_the_folder_to_others(keeping: Any, root: Path) -> None:
-    study = optuna.create_study()
-    study.optimize(functools.partial(valued, values=[1.0]), n_trials=1, executor=keeping)
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE]
-    with FolderLock(root):
-        pass
-    last = StudyFolder(root, study.study_name).last_call()
-    assert last is not None
-    assert last.has_ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,18 +57,17 @@ class Header:
     digest: bytes
 
 
-def write(file: IO[bytes], dump: Callable[[IO[bytes]], None], *, owner: Owner, epoch: int) -> None:
-    """Write a checkpoint into an empty file."""
-    file.write(bytes(_HEADER.size))
-    hashing = _Hashing(file)
-    try:
-        dump(hashing)  # type: ignore[arg-type]  # it only needs to write
-    except RuntimeError as error:  # torch raises it for any failed write
-        raise hashing.error or error from None
-    hashing.digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
-    about = FORMAT_VERSION, epoch, hashing.num_bytes, owner.trial, owner.study_digest
-    file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, *about, hashing.digest.digest()))
+def write(file: IO[bytes], payload: memoryview, *, owner: Owner, epoch: int) -> None:
+    """Write a checkpoint into an empty file.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    digest = hashlib.sha256(payload)
+    digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
+    about = FORMAT_VERSION, epoch, payload.nbytes, owner.trial, owner.study_digest
+    file.write(_HEADER.pack(_MAGIC, *about, digest.digest()))
+    file.write(payload)
 
 
 def written(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -127,28 +126,6 @@ def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) 
     if verify:
         _compare(path, header, digest)
     return header
-
-
-class _Hashing:
-    """Passes bytes on to a file and hashes them, so that the payload need not be in memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.num_bytes = 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.num_bytes += len(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"

@@ -1,8 +1,9 @@
-"""Runs the calls of an executor in trainers, which agents start where the engine places these."""
+"""What runs the calls of an executor: where, and in trainers, which agents start there."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 import weakref
@@ -12,14 +13,18 @@ from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator
 from optuna_fleet.alloc.rounds import CAUTIOUS
+from optuna_fleet.arguments import check_choice
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.config import NodeSetups
-from optuna_fleet.executor.cluster.engine import Engine
-from optuna_fleet.executor.deciding.clearance import Clearance
+from optuna_fleet.executor.cluster.engine import Cluster, Engine
+from optuna_fleet.executor.cluster.inline import InlineRunner
+from optuna_fleet.executor.cluster.local import LocalCluster
+from optuna_fleet.executor.cluster.ray import RayCluster
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -34,6 +39,12 @@ from optuna_fleet.wire.packing import pack_objective
 from optuna_fleet.wire.unpicklable import explained
 
 _objective_ids = itertools.count()
+CLUSTERS: dict[str, type[Cluster] | None] = {
+    "local": LocalCluster,
+    "inline": None,  # nothing is placed
+    "slurm": SlurmCluster,
+    "ray": RayCluster,
+}
 
 
 class FleetRunner:
@@ -61,7 +72,7 @@ class FleetRunner:
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         __tracebackhide__ = True
-        began = time.monotonic()
+        began = time.time()
         _check_decorators(func)
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
@@ -87,8 +98,7 @@ class FleetRunner:
             with driver.interrupts:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
-            used = parts.pipeline_log.finish(stats, time.time()) if stats else None
-            self.summary = parts.tally.summary(used, runtime.sharing.how)
+            self.summary = parts.summary(stats)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.
@@ -105,7 +115,7 @@ class FleetRunner:
             self._options.policy,
             profiles=runtime.profiles,
             run_ids=runtime.run_ids,
-            clearance=Clearance(findings.all),
+            findings=findings.all,
         )
 
     def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:
@@ -181,3 +191,26 @@ def _uses_torch(func: Any, pickled: bytes) -> bool:
     """
     by_reference = getattr(func, "__module__", "__main__") != "__main__"
     return b"torch" in pickled or (by_reference and "torch" in sys.modules)
+
+
+def cluster_of(given: str | Cluster | Engine) -> Cluster | Engine | None:
+    """What `FleetExecutor` was given as `cluster`; None for "inline".
+
+    Raises:
+        FleetConfigError: It is none.
+    """
+    if isinstance(given, Cluster | Engine) and not isinstance(given, type):
+        return given
+    check_choice("cluster", given, CLUSTERS)
+    if given == "local":
+        hint_at_slurm(os.environ)
+    kind = CLUSTERS[str(given)]
+    return None if kind is None else kind()
+
+
+def runner_of(cluster: Cluster | Engine | None, options: Options) -> FleetRunner | InlineRunner:
+    """What runs calls there."""
+    if cluster is None:
+        return InlineRunner(options)
+    engine = cluster.engine(options) if isinstance(cluster, Cluster) else cluster
+    return FleetRunner(options, engine)

@@ -79,6 +79,11 @@ class ClosePass:
     waited_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskForStats:
+    """Asks what the pipeline has done so far; answered by its `PipelineStats`."""
+
+
 # Agent -> trainer
 
 

@@ -8,8 +8,7 @@ import optuna
 from optuna.samplers import RandomSampler
 
 from optuna_fleet.events import EpochDecision, MoveRefused
-from optuna_fleet.preflight.recorder import Notes
-from optuna_fleet.preflight.records import Order
+from optuna_fleet.preflight.records import Order, Rehearsed
 from optuna_fleet.sampler_bridge.choices import Chosen, PackedChoice
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall, Report, ShouldPrune
@@ -24,7 +23,7 @@ class UnfitError(Exception):
 class RehearsedSession(Session):
     """Asks a trial in this process' memory instead of the driver; nothing goes anywhere."""
 
-    def __init__(self, run: RunTrial, order: Order, notes: Notes) -> None:
+    def __init__(self, run: RunTrial, order: Order, notes: Rehearsed) -> None:
         super().__init__(None, run)
         self._order = order
         self._notes = notes

@@ -22,7 +22,6 @@ from optuna_fleet.preflight.comparison import (
     unlike,
 )
 from optuna_fleet.preflight.records import Ending, Key, Order, Rehearsed
-from optuna_fleet.preflight.rehearsals import Ran
 from optuna_fleet.preflight.verdict import (
     Free,
     NotChecked,
@@ -33,7 +32,7 @@ from optuna_fleet.preflight.verdict import (
     Verdict,
 )
 
-Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Ran]]]
+Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Rehearsed]]]
 """As `Rehearsals.run`."""
 
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
@@ -127,7 +126,7 @@ class Check:
         ran = self.run(groups, limit_s)
         self._cpu_s += sum(one.cpu_s for group in ran for one in group)
         self._last_s = max(one.wall_s for group in ran for one in group)
-        return [[one.rehearsed for one in group] for group in ran]
+        return ran
 
 
 def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:

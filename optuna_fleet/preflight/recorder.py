@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import math
-import traceback
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from optuna_fleet.preflight.frames import users_frames, variables_of
+from optuna_fleet.preflight.frames import users_frames
 from optuna_fleet.preflight.records import BEGIN, END, Key, Rehearsed, Sketch, Value
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
@@ -39,31 +36,10 @@ _PREPARED = "prepared"  # as a kind: that of each part
 Leaves = Iterator[tuple[str, str, Any]]
 
 
-@dataclass(slots=True, kw_only=True)
-class Notes(Rehearsed):
-    """What one rank notes, and how far it is; goes on over moves.
-
-    Attributes:
-        user_attrs: Set so far.
-        num_passes: Over batches.
-        num_moves: How often it was moved.
-        place: Loop and mini-epoch.
-        step: The optimizers', in that.
-        moved_within: The mini-epoch in whose midst it was last to be moved.
-    """
-
-    user_attrs: dict[str, Any] = field(default_factory=dict)
-    num_passes: int = 0
-    num_moves: int = 0
-    place: tuple[int, int] = (0, 0)
-    step: int = 0
-    moved_within: tuple[int, int] = (0, 0)
-
-
 class Recorder:
     """Notes what optimizers, and ends of mini-epochs, find."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Rehearsed) -> None:
         self._notes = notes
         self._words: dict[int, str] = {}  # of what was prepared, and its parameters
         register_optimizer_step_post_hook(self._after_step)
@@ -195,10 +171,10 @@ def _is_looked_into(value: Any) -> bool:
 
 def _variables() -> Iterator[tuple[str, Any]]:
     """Yield what the functions of the user's have that lead here, from the outermost inwards."""
-    for frame in users_frames(f for f, _ in traceback.walk_stack(inspect.currentframe())):
+    for frame in users_frames():
         names, known = frame.f_code.co_names, frame.f_globals
         yield from ((name, known[name]) for name in names if name in known)
-        yield from variables_of(frame).items()
+        yield from dict(frame.f_locals).items()
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ class Ending(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsed:
-    """What a rank has noted.
+    """What a rank has noted, and how far it is; goes on over moves.
 
     Attributes:
         ending: How it ended.
@@ -129,6 +129,14 @@ class Rehearsed:
         sizes: Those of the batches that were read.
         refused: Why it could not be moved.
         is_rough: Numbers of less precision than float32 were computed.
+        wall_s: What its process took.
+        cpu_s: Likewise.
+        user_attrs: Set so far.
+        num_passes: Over batches.
+        num_moves: How often it was moved.
+        place: Loop and mini-epoch.
+        step: The optimizers', in that.
+        moved_within: The mini-epoch in whose midst it was last to be moved.
     """
 
     ending: Ending = Ending.RETURNED
@@ -141,6 +149,14 @@ class Rehearsed:
     sizes: set[int] = field(default_factory=set)
     refused: str = ""
     is_rough: bool = False
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    user_attrs: dict[str, Any] = field(default_factory=dict)
+    num_passes: int = 0
+    num_moves: int = 0
+    place: tuple[int, int] = (0, 0)
+    step: int = 0
+    moved_within: tuple[int, int] = (0, 0)
 
     @property
     def is_whole(self) -> bool:

@@ -6,7 +6,6 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from traceback import format_exc
 from typing import Any, NoReturn, TypeAlias
 
@@ -17,10 +16,10 @@ from torch import nn
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.reader.plan import ReadPlan
 from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
-from optuna_fleet.preflight.loops import is_last_loop
+from optuna_fleet.preflight.frames import is_last_loop
 from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
-from optuna_fleet.preflight.recorder import Notes, Recorder
+from optuna_fleet.preflight.recorder import Recorder
 from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.preflight.rehearsals import ENVIRONMENT
 from optuna_fleet.preflight.subset import Data
@@ -42,7 +41,7 @@ _MOST_PASSES = 6  # of objectives that have no loop over epochs
 _PER_PERIOD = 3
 _NOISE = (0, 2, 5)  # before each mini-epoch: that losses may grow, and not only saturate
 
-Moved: TypeAlias = tuple[Notes, Captured]
+Moved: TypeAlias = tuple[Rehearsed, Captured]
 """What a leg that ends by a move hands on."""
 
 
@@ -52,7 +51,7 @@ def rehearse(order: Order) -> Rehearsed:
     Where it is moved each leg has a process of its own, as trials have, which only knows what is
     imported: nothing that the objective's modules and classes keep goes along.
     """
-    notes, content = Notes(), None
+    notes, content = Rehearsed(), None
     try:
         scene = Scene(order)
     except Exception as error:
@@ -61,7 +60,7 @@ def rehearse(order: Order) -> Rehearsed:
     while isinstance(found := run(scene, notes, content), tuple):
         notes, content = found
         notes.num_moves += 1
-    return Rehearsed(**{each.name: getattr(found, each.name) for each in fields(Rehearsed)})
+    return found
 
 
 class Scene:
@@ -125,7 +124,7 @@ def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
         return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
 
 
-def _run_leg(scene: Scene, notes: Notes, content: Captured | None) -> Rehearsed | Moved:
+def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:
     """Rehearse up to the next move, or the end; add to what the legs before have noted."""
     trial = RehearsedTrial(scene, notes, content)
     try:
@@ -147,7 +146,7 @@ def _run_leg(scene: Scene, notes: Notes, content: Captured | None) -> Rehearsed 
 class RehearsedTrial(FleetTrial):
     """Cuts the loops over epochs short, and has all that matters noted."""
 
-    def __init__(self, scene: Scene, notes: Notes, content: Captured | None) -> None:
+    def __init__(self, scene: Scene, notes: Rehearsed, content: Captured | None) -> None:
         run = scene.run(notes.num_moves, notes.num_moves - 1 if content else None)
         session = RehearsedSession(run, scene.order, notes)
         held = Held(content, Saver(session)) if content else None

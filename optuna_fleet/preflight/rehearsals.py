@@ -47,15 +47,6 @@ ENVIRONMENT = {
 """What rehearsals find in their environment, whatever the script has there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """How one rank's process has ended, and what it took."""
-
-    rehearsed: Rehearsed
-    wall_s: float
-    cpu_s: float
-
-
 @dataclass(slots=True, kw_only=True)
 class _Child:
     """One rank: `file` is where it leaves what it has noted."""
@@ -65,22 +56,19 @@ class _Child:
     pidfd: int
     file: int
     began: float = field(default_factory=time.monotonic)
-    ran: Ran | None = None
+    ran: Rehearsed | None = None
 
 
 class Rehearsals:
     """Those of one process, which is for nothing else."""
 
     def __init__(self) -> None:
-        self._store: StoreReady | None = None
-        self._store_socket: socket.socket | None = None
-        self._num_groups = 0
         os.environ.update(ENVIRONMENT)
         if (compiler := sys.modules.get("torch._dynamo")) is not None:
             compiler.config.disable = True
         os.nice(_NICENESS)
 
-    def run(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Ran]]:
+    def run(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Rehearsed]]:
         """Rehearse side by side, each order in a process of its own.
 
         Args:
@@ -88,9 +76,7 @@ class Rehearsals:
             limit_s: For each.
         """
         children = [
-            self._started(number, order)
-            for number, group in enumerate(map(self._with_store, groups))
-            for order in group
+            child for number, group in enumerate(groups) for child in self._started(number, group)
         ]
         _await(children, dict.fromkeys(range(len(groups)), limit_s))
         return [
@@ -98,44 +84,35 @@ class Rehearsals:
             for number in range(len(groups))
         ]
 
-    def _with_store(self, group: Sequence[Order]) -> list[Order]:
+    def _started(self, number: int, group: Sequence[Order]) -> list[_Child]:
         if len(group) == 1:
-            return list(group)
-        self._store = self._store or self._started_store()
-        self._num_groups += 1
-        name = f"preflight {self._num_groups}"
-        return [replace(order, store=self._store, group=name) for order in group]
+            return [_started(number, group[0])]
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # where ranks find each other
+            process = ProcessId("preflight", os.getpid())
+            store = StoreReady(host="127.0.0.1", port=listener.getsockname()[1], process=process)
+            orders = [replace(order, store=store, group="preflight") for order in group]
+            return [_started(number, order, listener) for order in orders]
 
-    def _started(self, group: int, order: Order) -> _Child:
-        file = os.memfd_create("rehearsed")
 
-        def main() -> None:
-            from optuna_fleet.preflight.rehearsal import rehearse
+def _started(group: int, order: Order, listener: socket.socket | None = None) -> _Child:
+    """Start the process of one rank; the first one serves the store."""
+    file = os.memfd_create("rehearsed")
 
-            with open(file, "wb", closefd=False) as out:
-                pickle.dump(rehearse(order), out)
+    def main() -> None:
+        from optuna_fleet.preflight.rehearsal import rehearse
+        from optuna_fleet.trainer.groups import store_on
 
-        pid = _forked(main)
-        return _Child(group=group, pid=pid, pidfd=os.pidfd_open(pid), file=file)
+        store = None
+        if listener is not None and order.rank == 0:
+            store = store_on(listener)
+        elif listener is not None:
+            listener.close()
+        with open(file, "wb", closefd=False) as out:
+            pickle.dump(rehearse(order), out)
+        del store
 
-    def _started_store(self) -> StoreReady:
-        """Start the process that keeps the store where ranks find each other."""
-        ours, theirs = socket.socketpair()
-
-        def main() -> None:
-            from optuna_fleet.trainer.groups import serve_store
-
-            ours.close()
-            store, port = serve_store("127.0.0.1")
-            theirs.send(str(port).encode())
-            theirs.recv(1)  # until this process ends
-            del store
-
-        pid = _forked(main)
-        theirs.close()
-        port = int(ours.recv(64))
-        self._store_socket = ours
-        return StoreReady(host="127.0.0.1", port=port, process=ProcessId("preflight", pid))
+    pid = _forked(main)
+    return _Child(group=group, pid=pid, pidfd=os.pidfd_open(pid), file=file)
 
 
 def _await(children: Sequence[_Child], deadlines: dict[int, float]) -> None:
@@ -152,12 +129,12 @@ def _await(children: Sequence[_Child], deadlines: dict[int, float]) -> None:
             is_late = now >= deadlines[child.group]
             if child.pidfd in ready or is_late:
                 child.ran = _ended(child, is_late=child.pidfd not in ready)
-                if not child.ran.rehearsed.is_whole:
+                if not child.ran.is_whole:
                     soon = min(deadlines[child.group], now + _GRACE_S)
                     deadlines[child.group] = soon
 
 
-def _ended(child: _Child, *, is_late: bool) -> Ran:
+def _ended(child: _Child, *, is_late: bool) -> Rehearsed:
     with contextlib.suppress(ProcessLookupError):  # with what it has started
         os.killpg(child.pid, signal.SIGKILL)
     os.kill(child.pid, signal.SIGKILL)  # if it has not begun
@@ -172,8 +149,9 @@ def _ended(child: _Child, *, is_late: bool) -> Ran:
             rehearsed = pickle.load(file)  # from our own child
     os.close(child.pidfd)
     os.close(child.file)
-    wall_s = time.monotonic() - child.began
-    return Ran(rehearsed=rehearsed, wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime)
+    rehearsed.wall_s = time.monotonic() - child.began
+    rehearsed.cpu_s = usage.ru_utime + usage.ru_stime
+    return rehearsed
 
 
 def _forked(main: Callable[[], object]) -> int:

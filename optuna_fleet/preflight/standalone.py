@@ -9,10 +9,9 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from optuna.study import StudyDirection
@@ -48,7 +47,7 @@ class Config:
     preload: tuple[str, ...]
 
 
-class Checker:
+class Checker(AbstractContextManager["Checker"]):
     """Checks objectives in throw-away processes, which are forked from one that it keeps.
 
     Args:
@@ -62,15 +61,7 @@ class Checker:
         self._connection: Connection | None = None
         self._payloads = weakref.WeakKeyDictionary[SharedPipeline, Payload]()
 
-    def __enter__(self) -> Checker:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

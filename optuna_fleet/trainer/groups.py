@@ -7,14 +7,13 @@ in an objective means "this trial". The store outlives the trainers: the agent o
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from optuna_fleet.accelerator import accelerator_of, of_group
-from optuna_fleet.exceptions import TrainerLostError, TrialError
+from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.wire.messages import RunTrial
 
 _logger = logging.getLogger(__name__)
@@ -75,15 +74,20 @@ def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
         listener.bind((host, 0))
         listener.listen(128)
         port = int(listener.getsockname()[1])
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=False,  # that of older versions of torch (2.5) takes no socket
-        )
-    return store, port
+        return store_on(listener), port
+
+
+def store_on(listener: socket.socket) -> TCPStore:
+    """Serve a store on a socket, which it takes."""
+    host, port, *_ = listener.getsockname()
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # that of older versions of torch (2.5) takes no socket
+    )
 
 
 def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
@@ -243,46 +247,6 @@ def wire_device() -> torch.device:
     if dist.is_initialized() and (accelerator := of_group(dist.get_backend())):
         return torch.device(accelerator.type, accelerator.module.current_device())
     return torch.device("cpu")
-
-
-def of_first_rank(numbers: Sequence[int]) -> list[int]:
-    """Returns the numbers that rank 0 has; all ranks must call it, with as many of them."""
-    if group_size() == 1:
-        return list(numbers)
-    shared = torch.tensor(list(numbers), device=wire_device())
-    dist.broadcast(shared, src=0)
-    return [int(number) for number in shared.tolist()]
-
-
-def are_same(items: Iterable[object]) -> bool:
-    """Whether the ``repr`` of each of the items is equal on all ranks."""
-    digest = hashlib.sha256("\n".join(map(repr, items)).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    extremes = torch.tensor([number, -number], device=wire_device())
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    return bool(extremes.sum() == 0)
-
-
-def check_agreement(items: Iterable[object], what: str) -> None:
-    """Compare `items` over the ranks, because a collective on unlike sizes aborts the process.
-
-    Args:
-        items: Anything whose ``repr`` must be equal on all ranks.
-        what: Subject of the error's sentence.
-
-    Raises:
-        TrialError: On every rank, if the ranks differ.
-    """
-    if not are_same(items):
-        raise unlike(what)
-
-
-def unlike(what: str) -> TrialError:
-    """To be raised on every rank."""
-    return TrialError(
-        f"{what} differs between the ranks of the trial, but must be the same on each. Does the "
-        "objective draw numbers that are not seeded, or depend on the rank?"
-    )
 
 
 def _open_store(spec: GroupSpec, timeout: timedelta) -> Store:

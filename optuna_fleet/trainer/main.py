@@ -293,7 +293,7 @@ def _finished(value: Any, training: Training | None) -> bytes:
     """
     if training is not None and not training.is_broken:
         training.check_ranks()
-        training.check_resumed()
+        training.kept.check_reached()
         training.leaving.leave_final(value)
     try:
         return pack(plain(value))

@@ -9,10 +9,8 @@ import torch
 
 from optuna_fleet.arguments import check_that, did_you_mean, is_a
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.checkpoints.states import begin_with
 from optuna_fleet.trainer.gradients import batchnorm
 from optuna_fleet.trainer.gradients.replicas import check_same, make_same
-from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.state import TrainingState
@@ -23,6 +21,7 @@ OPTIONS = ("min_devices", "max_devices", "kind")
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
 )
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 class Prepared:
@@ -37,12 +36,6 @@ class Prepared:
         self._parts = parts
         self._state = state
         self._kind: str | None = None  # as the user calls it
-        self._wrappers = Wrappers(parts.reducer)
-
-    def close(self) -> None:
-        """Look at no more modules."""
-        self._wrappers.close()
-        batchnorm.end()
 
     def traits(self, reads: str) -> frozenset[str]:
         """Of a trial that `reads` its batches so, see `Model`; none where it is not checked."""
@@ -107,7 +100,7 @@ class Prepared:
             )
         if isinstance(thing, torch.nn.Module):
             _check_initialised(thing)
-            self._wrappers.check(thing)
+            _check_unwrapped(thing)
 
     def _add_module(self, module: torch.nn.Module, *, is_same: bool) -> None:
         self.modules.append(module)
@@ -117,7 +110,21 @@ class Prepared:
                 make_same(module)
         batchnorm.begin(self._parts.weights)
         self._parts.reducer.watch(module)
-        begin_with(module)
+
+
+def _check_unwrapped(module: torch.nn.Module) -> None:
+    """Check that a module, and no part of it, is trained data parallel already.
+
+    Raises:
+        FleetConfigError: It is a wrapper for that, or has one in it.
+    """
+    wrapper = next((part for part in module.modules() if isinstance(part, _WRAPPERS)), None)
+    if wrapper is not None:
+        raise FleetConfigError(
+            f"trial.prepare() was given what is in a `{type(wrapper).__name__}`, but trains "
+            "modules data parallel by itself: leave the wrapper out, and prepare and call the "
+            "module inside it."
+        )
 
 
 def _check_initialised(module: torch.nn.Module) -> None:

@@ -12,9 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from optuna_fleet.trainer.gradients.closures import with_shared_loss
 from optuna_fleet.trainer.gradients.reducer import Reducer
-from optuna_fleet.trainer.gradients.weights import Weights
 
 
 class Steps:
@@ -25,23 +23,17 @@ class Steps:
         warn: Given a sentence for the user on what trains but was not prepared: nothing else
             would tell, and the trial would go wrong.
         reducer: Counts backward passes.
-        weights: Of the batches that losses are of.
 
     Attributes:
         optimizers: Those that have trained.
     """
 
     def __init__(
-        self,
-        objects: Sequence[Any],
-        warn: Callable[[str], None],
-        reducer: Reducer,
-        weights: Weights,
+        self, objects: Sequence[Any], warn: Callable[[str], None], reducer: Reducer
     ) -> None:
         self._objects = objects
         self._warn = warn
         self._reducer = reducer
-        self._weights = weights
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         self._stepped: dict[int, int] = {}  # after how many backward passes, by optimizer
         self._handles = [
@@ -63,11 +55,10 @@ class Steps:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped[id(optimizer)] = self._reducer.num_passes
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in self.optimizers:
             self.optimizers.add(optimizer)
             self._check_prepared(optimizer)
-        return with_shared_loss(optimizer, args, kwargs, self._weights)
 
     def _check_prepared(self, optimizer: torch.optim.Optimizer) -> None:
         modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]

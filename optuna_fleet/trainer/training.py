@@ -19,7 +19,7 @@ from optuna_fleet.trainer.checkpoints.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
@@ -63,8 +63,9 @@ class Training:
         weights: What batches weigh.
         optimizer_steps: What is done with them.
         saver: Writes checkpoints.
+        kept: What is kept of the trial.
         leaving: Saves the trial, and leaves its devices.
-        batches: See `FleetTrial.batches`.
+        loader: Its data.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
@@ -91,8 +92,8 @@ class Training:
         self.totals = Totals(self.weights, self.device, self._gather)
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)
-        self.optimizer_steps = Steps(self.objects, session.warn, self._reducer, self.weights)
-        self._kept = TrainingState(
+        self.optimizer_steps = Steps(self.objects, session.warn, self._reducer)
+        self.kept = TrainingState(
             session,
             objects=self.objects,
             user=self.state,
@@ -102,7 +103,7 @@ class Training:
             net=self._net,
         )
         self.saver = Saver(session, held.saver if held else None)
-        self.leaving = Leaving(session, self._kept, self.saver)
+        self.leaving = Leaving(session, self.kept, self.saver)
         self._parts = parts = Parts(
             session=session,
             device=self.device,
@@ -113,10 +114,9 @@ class Training:
             net=self._net,
             totals=self.totals,
         )
-        self._prepared = Prepared(parts, self._kept)
-        self._within = WithinEpoch(parts, self._kept, self.leaving)
-        self._loader = ShardLoader(parts, pipeline, self._prepared, self._within)
-        self.batches = self._loader.batches
+        self._prepared = Prepared(parts, self.kept)
+        self._within = WithinEpoch(parts, self.kept, self.leaving)
+        self.loader = ShardLoader(parts, pipeline, self._prepared, self._within)
         try:
             self._join(held.content if held else None)
         except BaseException:
@@ -134,12 +134,7 @@ class Training:
             return
         file = collectives.broadcast(held.file if held else None)
         if file is not None:
-            self._kept.go_on_with(unpacked(file), self.device)
-
-    @property
-    def is_resumed(self) -> bool:
-        """See `FleetTrial.is_resumed`."""
-        return self._kept.goes_on
+            self.kept.go_on_with(unpacked(file), self.device)
 
     @property
     def is_broken(self) -> bool:
@@ -168,29 +163,16 @@ class Training:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
         self.optimizer_steps.close()
         self._reducer.close()
-        self._prepared.close()
+        batchnorm.end()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
         waited_s = self._pipeline.waited_s if self._pipeline else 0.0
         return Usage(
-            probing_s=self._loader.reached_after_s or 0.0,
-            profiling_s=self._loader.stopwatch.total_s,
+            probing_s=self.loader.reached_after_s or 0.0,
+            profiling_s=self.loader.stopwatch.total_s,
             data_wait_s=waited_s - self._waited_s,
         )
-
-    @property
-    def shard_size(self) -> int:
-        """Samples of the present batch on this rank."""
-        return self.weights.present.local_size
-
-    def num_samples(self, name: str) -> int:
-        """See `FleetTrial.num_samples`."""
-        return self._loader.num_samples(name)
-
-    def give_whole_batches(self, is_whole: bool) -> None:
-        """See `FleetTrial.give_whole_batches`."""
-        self._loader.give_whole_batches(is_whole=is_whole)
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -205,10 +187,11 @@ class Training:
         everything = (*objects, *named.values())
         if self.in_stages is not None:
             self.in_stages.check_beside(everything)
-        if said := {name: value for name, value in said.items() if value is not None}:
-            if self._position.reads_unprepared:
-                said["max_devices"] = 1
-            self._widths.bound(Bounds.checked(run=self._run, **said))
+        said = {name: value for name, value in said.items() if value is not None}
+        if self._position.reads_unprepared:
+            said["max_devices"] = 1
+        if said:
+            self._widths.bounds = Bounds.checked(run=self._run, **said)
         self._prepared.add(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything
 
@@ -219,13 +202,13 @@ class Training:
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self._loader.need)
-        self._loader.give_whole_batches(is_whole=True)
+        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self.loader.need)
+        self.loader.give_whole_batches(is_whole=True)
         self.in_stages = pipeline
-        self._kept.in_parts = pipeline.holding
+        self.kept.in_parts = pipeline.holding
         self._prepared.modules.append(model)
         for thing in pipeline.objects:
-            self._kept.add(thing)
+            self.kept.add(thing)
         return pipeline
 
     # -- epochs -----------------------------------------------------------------------------------
@@ -245,7 +228,7 @@ class Training:
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
         position = self._position
         position.loop = loop = position.loop + 1
-        first = self._kept.begin_loop()
+        first = self.kept.begin_loop()
         if first is None:
             return
         with position.counting(num_epochs, periods):
@@ -259,7 +242,7 @@ class Training:
                     raise FleetConfigError(_NESTED)
                 if self.in_stages is not None:
                     self.in_stages.flush()
-                self._loader.end_epoch()
+                self.loader.end_epoch()
                 if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
         position.is_inside = False
@@ -279,14 +262,6 @@ class Training:
         """See `Net.check`; a pass under way is checked when it is over."""
         if not self.weights.is_reading:
             self._net.check()
-
-    def check_resumed(self) -> None:
-        """See `TrainingState.check_reached`; the objective has returned."""
-        self._kept.check_reached()
-
-    def keep_best(self) -> None:
-        """See `Leaving.keep_best`."""
-        self.leaving.keep_best()
 
     # -- losses -----------------------------------------------------------------------------------
 

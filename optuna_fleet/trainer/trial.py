@@ -13,7 +13,7 @@ from optuna_fleet.trainer.session import Session
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.data.shards import Shards
+    from optuna_fleet.trainer.data.reading import Shards
     from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.training import Training
@@ -57,7 +57,7 @@ class FleetTrial(RemoteTrial):
         ``if not trial.is_resumed``. False where a trial begins, and where one that died before its
         first checkpoint begins again.
         """
-        return self._session.run.resumes and self._training.is_resumed
+        return self._session.run.resumes and self._training.kept.goes_on
 
     @property
     def is_preflight(self) -> bool:
@@ -76,7 +76,7 @@ class FleetTrial(RemoteTrial):
         0 where the batch has fewer samples than the trial has ranks: such a rank gets a stand-in
         sample, which keeps it in step and counts for nothing in the gradient.
         """
-        return self._training.shard_size
+        return self.batch_share.local_size
 
     @property
     def device(self) -> torch.device:
@@ -160,7 +160,7 @@ class FleetTrial(RemoteTrial):
             self._training.check_ranks()
         is_best = self._add_report(value, step)
         if is_best and self._opened is not None:
-            self._opened.keep_best()
+            self._opened.leaving.keep_best()
 
     def prepare(
         self,
@@ -327,7 +327,9 @@ class FleetTrial(RemoteTrial):
             FleetConfigError: No such data set, or a bad batch size, or none so far.
             PreprocessingError: A sample could not be preprocessed.
         """
-        return self._training.batches(name, batch_size, drop_last=drop_last, movable=movable)
+        return self._training.loader.batches(
+            name, batch_size, drop_last=drop_last, movable=movable
+        )
 
     # -- for integrations of training frameworks --------------------------------------------------
 
@@ -348,11 +350,11 @@ class FleetTrial(RemoteTrial):
 
     def num_samples(self, name: str) -> int:
         """Return the number of samples of a data set of the pipeline."""
-        return self._training.num_samples(name)
+        return self._training.loader.num_samples(name)
 
     def give_whole_batches(self, is_whole: bool) -> None:
         """Let `batches` give each rank all of a batch from now on, or again its share."""
-        self._training.give_whole_batches(is_whole)
+        self._training.loader.give_whole_batches(is_whole=is_whole)
 
     def stay_on(self, num_devices: int, why: str) -> NoReturn:
         """Leave the objective: the trial goes on from its last checkpoint, on so many at most.

@@ -73,10 +73,6 @@ class Widths:
         self.bounds = Bounds()
         self._session = session
 
-    def bound(self, bounds: Bounds) -> None:
-        """The objective asks for these."""
-        self.bounds = bounds
-
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """A step can't be done on more devices than that: the run ends, the trial goes on.
 

@@ -5,11 +5,11 @@ Others use `Pipeline`, which `FleetTrial.pipeline` returns, made as its `pipelin
 - `wsp` has the rules: whose turn it is on a stage, and which weights a minibatch may start with.
   A `stage` keeps them, whether pipelines are flushed or not: they differ in their `versions` of
   the weights, and in when these are taken and given. `simulator` keeps them with time alone.
-- Who is where: `placing` measures what layers cost, `stage_placement` decides by that, with
+- Who is where: `measuring` finds out what layers cost, `stage_placement` decides by that, with
   `partition`, `layouts` and `predictions`; a `construction` is what one rank has of it.
-- What goes between processes: parts of batches (`minibatches`) and `stage_messages`, by `edges` to
-  whom a `directory` says; `parameter_server`s add up waves, `agreement` has what else is shared.
-- `whole` is the state of a model in stages, `tied` what several of them share.
+- What goes between processes: parts of batches (`minibatches`) and `stage_messages`, by `edges`;
+  `parameter_server`s add up waves, and `sums` has what else ranks add up.
+- `whole` is the state of a model in stages.
 """
 
 from optuna_fleet.virtual_workers.pipeline import Pipeline

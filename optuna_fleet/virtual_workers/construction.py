@@ -12,26 +12,24 @@ from torch import nn
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.groups import gloo_group, group_size, wire_device
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.virtual_workers.agreement import (
+from optuna_fleet.virtual_workers.edges import Edges
+from optuna_fleet.virtual_workers.parameter_server import (
+    Directory,
+    ParameterServer,
+    ServerClient,
+)
+from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
+from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
+from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
+from optuna_fleet.virtual_workers.stage_placement import Placement
+from optuna_fleet.virtual_workers.sums import (
     Agreement,
     Columns,
     Statistics,
-    names_by_piece,
+    Ties,
     parted,
+    shared_parameters,
 )
-from optuna_fleet.virtual_workers.directory import Directory
-from optuna_fleet.virtual_workers.edges import Edges
-from optuna_fleet.virtual_workers.parameter_server import ParameterServer, ServerClient
-from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
-from optuna_fleet.virtual_workers.stage import Loss, Noise, Observer, PipelineStage
-from optuna_fleet.virtual_workers.stage_messages import (
-    Gradients,
-    Message,
-    ServerAddress,
-    StageAddress,
-)
-from optuna_fleet.virtual_workers.stage_placement import Placement
-from optuna_fleet.virtual_workers.tied import Ties, shared_parameters
 from optuna_fleet.virtual_workers.versions import (
     FlushedWeights,
     SgdRule,
@@ -106,12 +104,8 @@ class Construction:
             holding.keep(self.part, self.edges.gather, is_copy=worker > 0)
         self.part.to(parts.device)
         self._optimizer.load_state_dict(self._optimizer.state_dict())  # to where parameters are
-        pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
-        self.ties = Ties(model, shared, pipelines, self.rank)
-        self.columns = None
-        if self.num_workers > 1 and is_flushed:
-            names = names_by_piece(model, self.directory, self.address)
-            self.columns = Columns(self.directory, names)
+        self.ties = Ties(model, shared, self.directory, self.rank)
+        self.columns = Columns(self.directory) if self.num_workers > 1 and is_flushed else None
         layers = dict(enumerate(self.part, bounds[stage]))
         self.noise = Noise(layers, parts.device, (parts.run.seed, parts.run.number))
         self._trained = set(parameters_of(self.part))
@@ -149,7 +143,7 @@ class Construction:
         """Which gets what it computes."""
         return self.address._replace(stage=self.address.stage + 1)
 
-    def parted(self, message: Message, others: str, own: str) -> TrialError:
+    def parted(self, message: ToStage, others: str, own: str) -> TrialError:
         """The error for a message of a stage that does something else, in words, than this one."""
         side = 1 if isinstance(message, Gradients) else -1
         rank = self.placement.ranks[self.address.worker][self.address.stage + side]
@@ -217,7 +211,7 @@ class Construction:
         distance = None if is_alone else self._options.clock_distance
         return WaveSynchronous(self.in_flight, distance)
 
-    def stage(self, observer: Observer) -> PipelineStage:
+    def stage(self) -> PipelineStage:
         """Begins with the module's weights, and minibatch 1."""
         return PipelineStage(
             address=self.address,
@@ -227,24 +221,22 @@ class Construction:
             weights=self._weights(),
             schedule=self.schedule,
             transport=self.edges,
-            observer=observer,
             most_held=self.placement.held,
         )
 
     def servers(self) -> dict[int, ParameterServer]:
         """Those of this rank, by their pieces; they begin with the module's weights, too."""
-        return {
-            place: ParameterServer(
-                address=ServerAddress(place),
-                weights={
-                    n: p.detach().cpu() for n, p in parameters_of(self._piece(place)).items()
-                },
+        found: dict[int, ParameterServer] = {}
+        for place in self.directory.hosted(self.rank):
+            piece = part_of(self._model, *self.directory.pieces[place])
+            found[place] = ParameterServer(
+                piece=place,
+                weights={n: p.detach().cpu() for n, p in parameters_of(piece).items()},
                 num_workers=self.num_workers,
                 clock_distance=self._options.clock_distance or 0,
                 transport=self.edges,
             )
-            for place in self.directory.hosted(self.rank)
-        }
+        return found
 
     def _weights(self) -> Weights:
         if self.rule is None:
@@ -265,20 +257,14 @@ class Construction:
                 )
         client = None
         if self.num_workers > 1:
-            names = names_by_piece(self._model, self.directory, self.address)
-            client = ServerClient(self.address, names, self.edges)
+            client = ServerClient(self.address, self.directory, self.edges)
         return VersionedWeights(parameters, self.rule, self.in_flight, client)
-
-    def _piece(self, place: int) -> nn.Sequential:
-        return part_of(self._model, *self.directory.pieces[place])
 
     def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.ties.add_up()
         if self.columns is not None:
-            calls = self.columns.add_gradients(parameters, self.statistics.calls())
-            left = self.columns.add(self.statistics.left(calls))
-            self.statistics.take(left, calls)
-        self.ties.clear()
+            untied = {n: p for n, p in parameters.items() if id(p) not in self.ties.tied}
+            self.statistics.take(self.columns.add_gradients(untied, self.statistics.rows()))
         for parameter in parameters.values():
             hooks = getattr(parameter, _HOOKS, None) if parameter.grad is not None else None
             for hook in (hooks or {}).values():

@@ -1,18 +1,17 @@
 """How messages get to stages and parameter servers that are in processes of their own.
 
 A thread per lane receives: gloo says of nothing that it has arrived, and a send ends only when it
-is received. Servers answer on a thread of theirs, whatever the stage beside them is at. How many
-messages are on their way is bounded by what minibatches are in flight, and by the clock distance;
-an evaluation has no such bound, so what it sends is kept up to a limit.
+is received. Those of servers answer at once, whatever the stage beside is at. How many messages
+are on their way is bounded by what minibatches are in flight, and by the clock distance; an
+evaluation has no such bound, so what it sends is kept up to a limit.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.trainer.nested import map_tensors, to_device
-from optuna_fleet.virtual_workers.directory import Directory
-from optuna_fleet.virtual_workers.parameter_server import ParameterServer
+from optuna_fleet.virtual_workers.parameter_server import Directory, ParameterServer
 from optuna_fleet.virtual_workers.stage_messages import (
-    Activations,
-    Address,
-    Gradients,
     Inbound,
     Lane,
-    Message,
     Outbound,
+    Pull,
     Push,
-    ServerAddress,
     Snapshot,
+    StageAddress,
+    ToStage,
 )
 
 
@@ -61,61 +57,56 @@ class Edges:
         self._directory = directory
         self._rank = rank = 0 if group is None else group.rank()
         self._device = device
-        self._inbox: queue.SimpleQueue[tuple[int, Message | Exception]] = queue.SimpleQueue()
-        self._for_servers: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, ToStage | Exception]] = queue.SimpleQueue()
         self._servers: Mapping[int, ParameterServer] = {}
+        self._serving = threading.Lock()
         self._gone: list[Exception] = []
         self.is_alone = group is None
         self.is_broken = False
+        near = directory.near(rank)
+        self._room = {place: threading.Semaphore(room) for place in near}
+        self._outbound: dict[tuple[Lane, int], Outbound] = {}
+        self._threads: dict[Lane, list[threading.Thread]] = {}
         if group is None:
             return
-        near, servers = directory.near(rank), directory.servers_of(rank)
-        clients = directory.clients_of(rank)
-        outbound = [(Lane.STAGES, near), (Lane.TO_SERVERS, servers), (Lane.FROM_SERVERS, clients)]
-        inbound = [(Lane.STAGES, near), (Lane.FROM_SERVERS, servers), (Lane.TO_SERVERS, clients)]
-        self._outbound = {
-            (lane, to): Outbound(group, to, lane) for lane, ranks in outbound for to in ranks
-        }
-        self._room = {place: threading.Semaphore(room) for place in near}
-        self._threads = {
-            lane: [
-                self._thread(f"{lane.name} {of}", self._listen, lane, of, Inbound(group, of, lane))
-                for of in ranks
+        servers, clients = directory.servers_of(rank), directory.clients_of(rank)
+        for lane, to, of in (
+            (Lane.STAGES, near, near),
+            (Lane.TO_SERVERS, servers, clients),
+            (Lane.FROM_SERVERS, clients, servers),
+        ):
+            self._outbound |= {(lane, other): Outbound(group, other, lane) for other in to}
+            inbound = {other: Inbound(group, other, lane) for other in of}
+            self._threads[lane] = [
+                _thread(f"{lane.name} {other}", self._listen, lane, other, its)
+                for other, its in inbound.items()
             ]
-            for lane, ranks in inbound
-        }
-        self._serving = self._thread("servers", self._serve)
-
-    @staticmethod
-    def _thread(name: str, target: Any, *args: Any) -> threading.Thread:
-        thread = threading.Thread(
-            target=target, args=args, name=f"optuna-fleet {name.lower()}", daemon=True
-        )
-        thread.start()
-        return thread
 
     def host(self, servers: Mapping[int, ParameterServer]) -> None:
         """Have these servers, by their pieces, answer from now on; nobody may be asking any."""
         self._servers = servers
 
-    def send(self, sender: Address, to: Address, message: Message) -> None:
+    def send(self, to: StageAddress, message: ToStage) -> None:
         """Return when the message before has arrived; this one is on its way then."""
-        if isinstance(to, ServerAddress):
-            lane, rank = Lane.TO_SERVERS, self._directory.hosts[to.piece]
-        else:
-            is_server = isinstance(sender, ServerAddress)
-            lane = Lane.FROM_SERVERS if is_server else Lane.STAGES
-            rank = self._directory.stages[to]
-        if rank != self._rank:
-            self._outbound[lane, rank].send(to, message)
-        elif isinstance(to, ServerAddress):
-            if isinstance(message, Push):
-                message = replace(message, updates=map_tensors(message.updates, Tensor.cpu))
-            self._for_servers.put((to.piece, message))
-        else:
+        rank = self._directory.stages[to]
+        if rank == self._rank:
             self._inbox.put((rank, message))
+        else:
+            lane = Lane.FROM_SERVERS if isinstance(message, Snapshot) else Lane.STAGES
+            self._outbound[lane, rank].send(message)
 
-    def receive(self) -> Message:
+    def ask(self, message: Push | Pull) -> None:
+        """Likewise, of a parameter server."""
+        rank = self._directory.hosts[message.piece]
+        if rank != self._rank:
+            self._outbound[Lane.TO_SERVERS, rank].send(message)
+            return
+        if isinstance(message, Push):
+            updates = map_tensors(message.updates, Tensor.cpu)
+            message = message._replace(updates=updates)
+        self._serve(message)
+
+    def receive(self) -> ToStage:
         """The next message to the stage, waiting for it; its tensors are on the device.
 
         Raises:
@@ -127,7 +118,7 @@ class Edges:
             raise self._gone[0]
         return self._taken(*self._inbox.get())
 
-    def poll(self) -> Message | None:
+    def poll(self) -> ToStage | None:
         """The next message, if there is one; who has left may have said all there is to say."""
         while not self._inbox.empty():
             rank, message = self._inbox.get()
@@ -136,19 +127,15 @@ class Edges:
             self._gone.append(message)
         return None
 
-    def _taken(self, rank: int, message: Message | Exception) -> Message:
+    def _taken(self, rank: int, message: ToStage | Exception) -> ToStage:
         if isinstance(message, Exception):
             raise message
         if not isinstance(message, Snapshot):
             self._room[rank].release()
         if self._device.type == "cpu":
             return message
-        match message:
-            case Activations() | Gradients():
-                return replace(message, values=to_device(message.values, self._device))
-            case Snapshot():
-                return replace(message, weights=to_device(message.weights, self._device))
-        return message
+        moved: ToStage = to_device(message, self._device)
+        return moved
 
     def gather(self, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """What each rank but the first gives, on that one; all must call it.
@@ -174,16 +161,15 @@ class Edges:
             return
         for place in self._room:
             self._room[place].release(1000)  # for what is not read any more
-        self._leave(Lane.STAGES, alone=alone)
-        self._leave(Lane.TO_SERVERS, alone=alone)
-        if not alone:
-            self._join(Lane.TO_SERVERS)
-        self._for_servers.put(None)
-        if not alone:
-            self._serving.join()
-        self._leave(Lane.FROM_SERVERS, alone=alone)
+        # Servers answer until all who ask them have left.
+        for lane in (Lane.STAGES, Lane.TO_SERVERS, Lane.FROM_SERVERS):
+            for (its, _), out in self._outbound.items():
+                if its is lane:
+                    out.leave(alone=alone)
+            if lane is Lane.TO_SERVERS and not alone:
+                self._join(lane)
         if alone:
-            self._thread("farewells", _finish, [*self._outbound.values()])
+            _thread("farewells", _finish, [*self._outbound.values()])
         else:
             self._join(Lane.STAGES)
             self._join(Lane.FROM_SERVERS)
@@ -195,11 +181,6 @@ class Edges:
         self._gone.clear()
         self._group = None
 
-    def _leave(self, lane: Lane, *, alone: bool) -> None:
-        for (its, _), out in self._outbound.items():
-            if its is lane:
-                out.leave(alone=alone)
-
     def _join(self, lane: Lane) -> None:
         for thread in self._threads[lane]:
             thread.join()
@@ -209,13 +190,13 @@ class Edges:
             while True:
                 if lane is Lane.STAGES:
                     self._room[rank].acquire()
-                if (received := inbound.receive()) is None:
+                if (message := inbound.receive()) is None:
                     break
                 if lane is Lane.TO_SERVERS:
-                    self._for_servers.put(received)
+                    self._serve(message)
                 else:
-                    self._inbox.put((rank, received[1]))
-        except Exception as error:
+                    self._inbox.put((rank, message))
+        except Exception as error:  # the stage tells of it
             self._inbox.put((rank, error.with_traceback(None)))  # which would keep the group
             return
         if self._directory.hosts and not inbound.was_left_alone:
@@ -226,16 +207,19 @@ class Edges:
         )
         self._inbox.put((rank, gone))
 
-    def _serve(self) -> None:
-        while (received := self._for_servers.get()) is not None:
-            piece, message = received
-            try:
-                self._servers[piece].receive(message)
-            except Exception as error:  # the stage beside tells of it
-                self._inbox.put((self._rank, error))
-                return
+    def _serve(self, message: Push | Pull) -> None:
+        with self._serving:
+            self._servers[message.piece].receive(message)
 
 
-def _finish(outbound: Sequence[Outbound]) -> None:
+def _thread(name: str, target: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(
+        target=target, args=args, name=f"optuna-fleet {name.lower()}", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _finish(outbound: list[Outbound]) -> None:
     for lane in outbound:
         lane.finish()

@@ -6,6 +6,7 @@ whole model on each device or a stage of it: what is expected to be faster is ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,8 +27,6 @@ LAYOUTS = ("NP", "ED", "HD", "ED-local")
 """As published; ED-local is ED with the parameters of a stage on the stage's node."""
 
 _ASKED = "stages were asked for, or layers keep what they have seen"
-_MOST_NODES_TO_PAIR = 10
-"""945 ways; more nodes are paired strongest with weakest."""
 
 
 def distributions(
@@ -84,22 +83,26 @@ def equal_distribution(devices: Sequence[StageDevice], num_workers: int | None =
 def hybrid_distribution(devices: Sequence[StageDevice], speeds: Mapping[str, float]) -> Workers:
     """HD: nodes in pairs of similar sums of speed and memory, each shared by 2 virtual workers.
 
-    The paper pairs by hand; here the pairing is taken whose largest sums are least above its
-    smallest ones, in the product for speed and memory. That is the paper's on its cluster. With
-    an odd number of nodes one stays alone, as in NP.
+    The paper pairs by hand; here the strongest is with the weakest, by the product of speed and
+    memory, and so on. That is the paper's pairing on its cluster. With an odd number of nodes the
+    one in the middle stays alone, as in NP.
 
     Args:
         devices: Of one or more nodes.
         speeds: Device type -> speed, in any unit.
     """
-    nodes = list(_by_node(devices).values())
-    pairings = _pairings(nodes) if len(nodes) <= _MOST_NODES_TO_PAIR else [_by_rank(nodes, speeds)]
-    best = min(pairings, key=lambda pairing: _unlikeness(pairing, speeds))
+
+    def strength(node: list[StageDevice]) -> float:
+        memory = sum(device.memory_bytes for device in node)
+        speed = sum(speeds[device.kind] for device in node)
+        return speed * (memory if math.isfinite(memory) else 1.0)
+
+    ranked = sorted(_by_node(devices).values(), key=strength)
+    half = len(ranked) // 2
     workers: list[tuple[StageDevice, ...]] = []
-    for group in best:
-        is_pair = len({device.node for device in group}) == 2
-        workers += equal_distribution(group, 2) if is_pair else [tuple(group)]
-    return tuple(workers)
+    for weak, strong in zip(ranked[:half], ranked[: -half - 1 : -1], strict=True):
+        workers += equal_distribution([*weak, *strong], 2)
+    return tuple(sorted(workers + [tuple(node) for node in ranked[half : len(ranked) - half]]))
 
 
 def _alike_within_nodes(
@@ -114,9 +117,6 @@ def _alike_within_nodes(
     return found
 
 
-Pairing = list[list[StageDevice]]
-
-
 def _by_node(devices: Sequence[StageDevice]) -> dict[int, list[StageDevice]]:
     nodes: dict[int, list[StageDevice]] = {}
     for device in sorted(devices, key=lambda device: (device.node, device.index)):
@@ -124,60 +124,31 @@ def _by_node(devices: Sequence[StageDevice]) -> dict[int, list[StageDevice]]:
     return nodes
 
 
-def _pairings(nodes: list[list[StageDevice]]) -> Iterator[Pairing]:
-    if len(nodes) <= 1:
-        yield [list(node) for node in nodes]
-        return
-    if len(nodes) % 2:
-        for alone in range(len(nodes)):
-            for rest in _pairings(nodes[:alone] + nodes[alone + 1 :]):
-                yield [list(nodes[alone]), *rest]
-        return
-    first, *others = nodes
-    for other in range(len(others)):
-        for rest in _pairings(others[:other] + others[other + 1 :]):
-            yield [[*first, *others[other]], *rest]
-
-
-def _by_rank(nodes: list[list[StageDevice]], speeds: Mapping[str, float]) -> Pairing:
-    ranked = sorted(nodes, key=lambda node: sum(speeds[d.kind] for d in node))
-    half = len(ranked) // 2
-    pairs = [
-        [*low, *high] for low, high in zip(ranked[:half], ranked[: -half - 1 : -1], strict=True)
-    ]
-    return pairs + [list(node) for node in ranked[half : len(ranked) - half]]
-
-
-def _unlikeness(pairing: Pairing, speeds: Mapping[str, float]) -> float:
-    pace = [sum(speeds[device.kind] for device in group) for group in pairing]
-    memory = [sum(device.memory_bytes for device in group) for group in pairing]
-    bounded = max(memory) < float("inf")
-    return max(pace) / min(pace) * (max(memory) / min(memory) if bounded else 1.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlushedLayout:
-    """N x 1 or 1 x k.
+class Layout:
+    """Virtual workers, and how long they are expected to take.
 
     Attributes:
-        partitions: Of each replica, in the order of the devices, or the pipeline.
-        shares: Parts of each replica; empty for a pipeline.
-        held: Parts that a stage has memory for between their two passes.
+        name: For people.
+        partitions: The stages of each.
+        shares: Of each, how many of a batch's parts; none if all have as many.
+        held: Minibatches that a stage has memory for between their two passes.
+        in_flight: Parts of a batch; without flushes, minibatches in each virtual worker.
         batch_s: Seconds that a batch is expected to take.
-        reason: One sentence for people.
     """
 
+    name: str = ""
     partitions: tuple[Partition, ...]
     shares: tuple[int, ...] = ()
     held: int = 1
+    in_flight: int
     batch_s: float
-    reason: str = ""
 
 
 def best_flushed_layout(
     problem: PartitionProblem, *, may_replicate: bool = True, exchanged_bytes: float = 0.0
-) -> FlushedLayout:
-    """The layout that is expected to be faster.
+) -> tuple[Layout, str]:
+    """The layout that is expected to be faster, and why, for people.
 
     Args:
         problem: Of the layers of one part of a batch.
@@ -194,18 +165,17 @@ def best_flushed_layout(
     except DoesNotFit as error:
         if whole is None:
             raise
-        return replace(whole, reason=f"{num} x 1, as there is no pipeline: {error}")
+        return whole, f"{num} x 1, as there is no pipeline: {error}"
     if whole is None:
-        return replace(stages, reason=f"1 x {num}, as {why_not}.")
-    best = min((whole, stages), key=lambda layout: layout.batch_s)
-    return replace(
-        best,
-        reason=f"{num} x 1 is expected to take {1e3 * whole.batch_s:.3g} ms for a batch, "
+        return stages, f"1 x {num}, as {why_not}."
+    return (
+        min((whole, stages), key=lambda layout: layout.batch_s),
+        f"{num} x 1 is expected to take {1e3 * whole.batch_s:.3g} ms for a batch, "
         f"1 x {num} {1e3 * stages.batch_s:.3g} ms.",
     )
 
 
-def _replicated(problem: PartitionProblem) -> tuple[FlushedLayout | None, str]:
+def _replicated(problem: PartitionProblem) -> tuple[Layout | None, str]:
     """Each device with the whole model and some of the parts; or None, and why not."""
     layers, devices = problem.layers, problem.devices
     if len(devices) > problem.in_flight:
@@ -217,7 +187,9 @@ def _replicated(problem: PartitionProblem) -> tuple[FlushedLayout | None, str]:
     slowest_s = max(share * one_s for share, one_s in zip(shares, part_s, strict=True))
     sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, problem.links)
     wholes = tuple(partition_of(replace(problem, devices=(d,)), (d,), ()) for d in devices)
-    return FlushedLayout(partitions=wholes, shares=shares, batch_s=slowest_s + sync_s), ""
+    batch_s = slowest_s + sync_s
+    num = problem.in_flight
+    return Layout(partitions=wholes, shares=shares, in_flight=num, batch_s=batch_s), ""
 
 
 def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
@@ -234,7 +206,7 @@ def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def _pipelined(problem: PartitionProblem, exchanged_bytes: float) -> FlushedLayout:
+def _pipelined(problem: PartitionProblem, exchanged_bytes: float) -> Layout:
     """A stage on each device; where memory is short, stages may hold fewer parts at a time.
 
     Raises:
@@ -260,13 +232,14 @@ def _pipelined(problem: PartitionProblem, exchanged_bytes: float) -> FlushedLayo
 
 def _pipeline(
     problem: PartitionProblem, exchanged_bytes: float, held: int
-) -> tuple[FlushedLayout, float]:
+) -> tuple[Layout, float]:
     """The best one whose stages hold so many parts, and the time of its slowest stage."""
     partition = best_partition(replace(problem, in_flight=held))
     stage_s = [stage.seconds for stage in partition.stages]
     exchange_s = all_reduce_s(exchanged_bytes, problem.devices, problem.links)
     batch_s = flushed_s(stage_s, problem.in_flight, held) + exchange_s
-    layout = FlushedLayout(partitions=(partition,), held=held, batch_s=batch_s)
+    num = problem.in_flight
+    layout = Layout(partitions=(partition,), held=held, in_flight=num, batch_s=batch_s)
     return layout, partition.slowest_s
 
 

@@ -14,15 +14,14 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import map_tensors, to_device
 from optuna_fleet.virtual_workers.construction import Construction
-from optuna_fleet.virtual_workers.stage_messages import Activations, Message
-from optuna_fleet.virtual_workers.wsp import Tag
+from optuna_fleet.virtual_workers.stage_messages import Activations, ToStage
 
 Metric = Callable[[Any, Any], Any]
 _SAMPLES = "number of samples"
 _EVALUATED = 0  # in place of a minibatch's number
 
 
-def is_evaluated(message: Message) -> TypeGuard[Activations]:
+def is_evaluated(message: ToStage) -> TypeGuard[Activations]:
     """Whether it comes from a stage that does not train."""
     return isinstance(message, Activations) and message.number == _EVALUATED
 
@@ -55,8 +54,7 @@ class Evaluation:
             if own.is_last:
                 self._measure(output, targets, num_samples(inputs))
             else:
-                sent = Activations(number=_EVALUATED, tag=Tag(0, 0), values=output)
-                own.edges.send(own.address, own.next_stage(), sent)
+                own.edges.send(own.next_stage(), Activations(_EVALUATED, 0, 0, output))
 
     def _measure(self, output: Any, targets: Any, size: int) -> None:
         found = self._metric(output, to_device(targets, self._device))

@@ -16,8 +16,14 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.virtual_workers.agreement import Meeting
 from optuna_fleet.virtual_workers.construction import Construction
+from optuna_fleet.virtual_workers.measuring import (
+    Need,
+    blocks_of,
+    memory_of,
+    memory_of_device,
+    place,
+)
 from optuna_fleet.virtual_workers.minibatches import (
     Evaluation,
     Metric,
@@ -26,18 +32,10 @@ from optuna_fleet.virtual_workers.minibatches import (
     microbatches,
 )
 from optuna_fleet.virtual_workers.pipeline_options import checked_options
-from optuna_fleet.virtual_workers.placing import (
-    Need,
-    blocks_of,
-    memory_of,
-    memory_of_device,
-    place,
-)
-from optuna_fleet.virtual_workers.stage import Loss, PassDone, PipelineStage
-from optuna_fleet.virtual_workers.stage_messages import Inputs, Targets
+from optuna_fleet.virtual_workers.stage import Loss, PipelineStage
 from optuna_fleet.virtual_workers.stage_placement import Demand
-from optuna_fleet.virtual_workers.tied import shared_bytes
-from optuna_fleet.virtual_workers.versions import SgdRule, VersionedWeights, Weights
+from optuna_fleet.virtual_workers.sums import Meeting, shared_parameters
+from optuna_fleet.virtual_workers.versions import SgdRule, VersionedWeights
 from optuna_fleet.virtual_workers.whole import HeldModel, WholeModel, WholeOptimizer
 from optuna_fleet.virtual_workers.wsp import Pass, Turn
 
@@ -176,12 +174,12 @@ class Pipeline:
             if own.columns is not None:
                 own.columns.meet(Meeting.FLUSH)
                 own.agreement.take(own.columns.add(own.agreement.rest()))
-            if own.rule is None:
+            if not isinstance(weights := stage.weights, VersionedWeights):
                 return []
             self._run(own, lambda stage: stage.completed >= self._num_begun)
             if own.num_workers > 1:
-                self._settle(own, stage.weights)
-            own.agreement.take(stage.weights.latest())
+                self._settle(own, weights)
+            own.agreement.take(weights.latest())
             losses = self._of_all_workers(own)
             self.begin_anew(self.num_batches)  # as a trial does that goes on elsewhere
             self._host(own)
@@ -206,15 +204,12 @@ class Pipeline:
 
     def _give(self, own: Construction, part: Microbatch) -> None:
         if self._stage is None:
-            self._stage = own.stage(self._note)
+            self._stage = own.stage()
         self._num_begun += 1
-        number, device = self._num_begun, self._parts.device
-        if own.is_first:
-            self._stage.receive(Inputs(number=number, values=to_device(part.inputs, device)))
-        if own.is_last:
-            values = to_device(part.targets, device)
-            weight = part.weight / own.share
-            self._stage.receive(Targets(number=number, values=values, weight=weight))
+        device = self._parts.device
+        inputs = to_device(part.inputs, device) if own.is_first else None
+        targets = to_device(part.targets, device) if own.is_last else None
+        self._stage.give(self._num_begun, inputs, targets, part.weight / own.share)
 
     def _run(self, own: Construction, is_done: Callable[[PipelineStage], bool]) -> None:
         """Take messages and do passes as they can be done, until enough are."""
@@ -235,22 +230,19 @@ class Pipeline:
 
     def _do(self, own: Construction, stage: PipelineStage, turn: Turn) -> None:
         if turn.what is Pass.BACKWARD:
-            stage.run(turn)
+            loss = stage.run(turn).loss
+            assert loss is not None
+            self._losses.append(loss.to(self._parts.device))
             return
         batch, place = divmod(turn.number - 1, len(own.parts))
         part = (self._num_before + batch) * own.num_parts + own.parts[place]
         with own.noise.of(part + 1):
             stage.run(turn)
 
-    def _note(self, done: PassDone) -> None:
-        if done.loss is not None:
-            self._losses.append(done.loss.to(self._parts.device))
-
     # -- several virtual workers ------------------------------------------------------------------
 
-    def _settle(self, own: Construction, weights: Weights) -> None:
+    def _settle(self, own: Construction, weights: VersionedWeights) -> None:
         """Come to the weights that all virtual workers have come to."""
-        assert isinstance(weights, VersionedWeights)
         wave_size, rest = own.in_flight, own.agreement.rest()
         least = own.schedule.least_clock((self._num_begun // wave_size + 1) * wave_size)
         self._run(own, lambda _: weights.settle(least, rest))
@@ -325,7 +317,10 @@ class Pipeline:
                 clock_distance=options.clock_distance or 0,
                 may_replicate=options.may_replicate,
                 untied=blocks_of(self._model, may_part_ties=False),
-                tied_bytes=shared_bytes(self._model),
+                tied_bytes=sum(
+                    one.parameter.nbytes * len(one.layers)
+                    for one in shared_parameters(self._model)
+                ),
             )
             given = self._model, self._loss, batch, demand, self._parts, self._need
             placement, directory = place(*given)

@@ -13,9 +13,8 @@ from optuna_fleet.arguments import check_choice, check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.widths import Bounds
-from optuna_fleet.virtual_workers.agreement import writes_weights
 from optuna_fleet.virtual_workers.layouts import LAYOUTS
-from optuna_fleet.virtual_workers.placing import blocks_of
+from optuna_fleet.virtual_workers.measuring import blocks_of, writes_weights
 from optuna_fleet.virtual_workers.whole import check_owned
 
 _PARTS = 4
@@ -141,7 +140,7 @@ def checked_options(
             "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
             "layer, or its first and its last one share a module, or without flushes a parameter.",
         )
-    parts.widths.bound(replace(bounds, max_devices=most))
+    parts.widths.bounds = replace(bounds, max_devices=most)
     return replace(options, max_devices=min(most, run.num_of_all_types))
 
 

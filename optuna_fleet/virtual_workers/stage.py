@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +22,10 @@ from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Gradients,
-    Inputs,
-    Message,
-    Pull,
-    Push,
     Snapshot,
     StageAddress,
-    Targets,
     Tensors,
+    ToStage,
     Transport,
 )
 from optuna_fleet.virtual_workers.versions import Weights
@@ -43,29 +39,43 @@ from optuna_fleet.virtual_workers.wsp import (
     tag_of,
 )
 
+Loss = Callable[[Any, Any], Tensor]
+"""From a model's output and a minibatch's targets to a scalar."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassDone:
-    """A pass has been done.
+
+class PassDone(NamedTuple):
+    """What a stage has done, and with which weights.
 
     Attributes:
         loss: Of a backward pass: the minibatch's, without gradients; else None.
     """
 
-    address: StageAddress
     turn: Turn
     tag: Tag
-    loss: Any = None
+    loss: Tensor | None
 
 
-Observer = Callable[[PassDone], None]
+_UNKNOWN = Tag(0, 0)
+
+
+@dataclass(slots=True)
+class _Minibatch:
+    """What a stage knows of one, until its backward pass is done."""
+
+    values: Any = None
+    tag: Tag = _UNKNOWN
+    targets: Any = None
+    weight: float | None = None  # its loss has in the update; None while it is not given
+    held: HeldPass | None = None
+    gradients: tuple[Tensor | None, ...] = ()
+    loss: Tensor | None = None
 
 
 class PipelineStage:
     """Knows what its next pass is; who runs it (a loop, a process) is somebody else's matter.
 
     Args:
-        loss: From the model's output and a minibatch's targets to a scalar; the last stage's.
+        loss: The last stage's.
         most_held: Minibatches that it has memory for; None for as many as keep it busy.
     """
 
@@ -79,7 +89,6 @@ class PipelineStage:
         weights: Weights,
         schedule: Schedule,
         transport: Transport,
-        observer: Observer | None = None,
         most_held: int | None = None,
     ) -> None:
         self.address = address
@@ -90,15 +99,9 @@ class PipelineStage:
         self._module = StageModule(part, is_first=self._is_first, loss=its_loss)
         self._schedule = schedule
         self._transport = transport
-        self._observer = observer
         credit = held_minibatches(address.stage, num_stages, schedule.wave_size)
         self._turns = Turns(credit if most_held is None else min(credit, most_held))
-        self._values: dict[int, Any] = {}
-        self._tags: dict[int, Tag] = {}
-        self._targets: dict[int, Targets] = {}
-        self._gradients: dict[int, tuple[Any, ...]] = {}
-        self._losses: dict[int, Any] = {}
-        self._held: dict[int, HeldPass] = {}
+        self._minibatches: defaultdict[int, _Minibatch] = defaultdict(_Minibatch)
 
     @property
     def started(self) -> int:
@@ -110,25 +113,32 @@ class PipelineStage:
         """Minibatches whose backward pass is done here."""
         return self._turns.backward_done
 
-    def receive(self, message: Message) -> None:
+    def give(self, number: int, inputs: Any, targets: Any, weight: float = 1.0) -> None:
+        """The next minibatch, counted from 1, whose loss has a weight in the update.
+
+        Inputs are for the first stage, all else is for the last.
+        """
+        if self._is_first or self._is_last:
+            minibatch = self._minibatches[number]
+            minibatch.targets, minibatch.weight = targets, weight
+        if self._is_first:
+            self._minibatches[number].values = inputs
+            self._turns.arrive(Turn(Pass.FORWARD, number))
+
+    def receive(self, message: ToStage) -> None:
         """Take note; nothing is computed."""
         match message:
-            case Inputs(number=number, values=values):
-                self._turns.arrive(Turn(Pass.FORWARD, number))
-                self._values[number] = values
-            case Activations(number=number, tag=tag, values=values):
-                self._turns.arrive(Turn(Pass.FORWARD, number))
-                self._values[number], self._tags[number] = values, tag
-                self.weights.want(tag.clock, exactly=True)
-            case Targets(number=number):
-                self._targets[number] = message
-            case Gradients(number=number, values=values, loss=loss):
+            case Activations():
+                self._turns.arrive(Turn(Pass.FORWARD, message.number))
+                minibatch = self._minibatches[message.number]
+                minibatch.values, minibatch.tag = message.values, message.tag
+                self.weights.want(message.clock, exactly=True)
+            case Gradients(number=number, loss_and_gradients=(loss, gradients)):
                 self._turns.arrive(Turn(Pass.BACKWARD, number))
-                self._gradients[number], self._losses[number] = values, loss
+                minibatch = self._minibatches[number]
+                minibatch.loss, minibatch.gradients = loss, gradients
             case Snapshot():
                 self.weights.receive(message)
-            case Push() | Pull():
-                raise AssertionError(f"{self.address} is no parameter server")
             case _:
                 assert_never(message)
 
@@ -142,62 +152,50 @@ class PipelineStage:
             self.weights.want(needed, exactly=False)
         return self._turns.next(self._may_start)
 
-    def run(self, turn: Turn) -> None:
+    def run(self, turn: Turn) -> PassDone:
         """Do a pass that `next_turn` gave, and send on what came of it."""
         self._turns.finish(turn)
-        if turn.what is Pass.FORWARD:
-            self._forward(turn)
-        else:
-            self._backward(turn)
+        if turn.what is Pass.BACKWARD:
+            minibatch = self._minibatches.pop(turn.number)
+            self._backward(turn.number, minibatch)
+            return PassDone(turn, minibatch.tag, minibatch.loss)
+        minibatch = self._minibatches[turn.number]
+        self._forward(turn.number, minibatch)
+        return PassDone(turn, minibatch.tag, None)
 
     def _may_start(self, number: int) -> bool:
-        if self._is_last and number not in self._targets:
+        minibatch = self._minibatches[number]
+        if self._is_last and minibatch.weight is None:
             return False
         if self._is_first:
-            if self.weights.clock < self._schedule.least_clock(number):
+            minibatch.tag = tag_of(self._schedule, number, self.weights.clock)
+            if minibatch.tag.clock < self._schedule.least_clock(number):
                 return False
-            tag = tag_of(self._schedule, number, self.weights.clock)
-        else:
-            tag = self._tags[number]
-        return self.weights.has(tag)
+        return self.weights.has(minibatch.tag)
 
-    def _forward(self, turn: Turn) -> None:
-        number = turn.number
-        if self._is_first:
-            self._tags[number] = tag_of(self._schedule, number, self.weights.clock)
-        tag = self._tags[number]
-        self._schedule.check_start(number, tag)
-        weights = self.weights.at(tag)
-        values, targets = self._values.pop(number), self._targets.pop(number, None)
-        output, self._held[number] = self._module.forward(weights, values, targets)
+    def _forward(self, number: int, minibatch: _Minibatch) -> None:
+        self._schedule.check_start(number, minibatch.tag)
+        weights = self.weights.at(minibatch.tag)
+        output, minibatch.held = self._module.forward(weights, minibatch)
+        minibatch.values = minibatch.targets = None
         if self._is_last:
-            self._gradients[number], self._losses[number] = (), output
+            minibatch.loss = output
             self._turns.arrive(Turn(Pass.BACKWARD, number))
         else:
-            self._send(1, Activations(number=number, tag=tag, values=output))
-        self._observe(turn, tag)
+            self._send(1, Activations(number, *minibatch.tag, output))
 
-    def _backward(self, turn: Turn) -> None:
-        number = turn.number
-        held, tag = self._held.pop(number), self._tags.pop(number)
-        gradients, returned = self._module.backward(held, self._gradients.pop(number))
-        loss = self._losses.pop(number)
+    def _backward(self, number: int, minibatch: _Minibatch) -> None:
+        held, loss = minibatch.held, minibatch.loss
+        assert held is not None
+        assert loss is not None
+        gradients, returned = self._module.backward(held, minibatch.gradients)
         if not self._is_first:  # first of all: others wait for it
-            self._send(-1, Gradients(number=number, values=returned, loss=loss))
+            self._send(-1, Gradients(number, (loss, returned)))
         self.weights.finish(number, held.weights, gradients)
-        self._observe(turn, tag, loss)
 
-    def _send(self, distance: int, message: Message) -> None:
+    def _send(self, distance: int, message: ToStage) -> None:
         worker, stage = self.address
-        self._transport.send(self.address, StageAddress(worker, stage + distance), message)
-
-    def _observe(self, turn: Turn, tag: Tag, loss: Any = None) -> None:
-        if self._observer is not None:
-            self._observer(PassDone(address=self.address, turn=turn, tag=tag, loss=loss))
-
-
-Loss = Callable[[Any, Any], Tensor]
-"""From a model's output and a minibatch's targets to a scalar."""
+        self._transport.send(StageAddress(worker, stage + distance), message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,20 +231,18 @@ class StageModule:
         self._is_first = is_first
         self._loss = loss
 
-    def forward(
-        self, weights: Tensors, values: Any, targets: Targets | None
-    ) -> tuple[Any, HeldPass]:
+    def forward(self, weights: Tensors, minibatch: _Minibatch) -> tuple[Any, HeldPass]:
         """Return what goes on, or of the last stage its loss, and what to keep."""
+        values = minibatch.values
         leaves = values if self._is_first else map_tensors(values, leaf_of)
         # A copy, as the module may change it in place: neither a leaf, nor what the stage before
         # keeps, nor the batch, of which other minibatches are views, may change.
         given = map_tensors(leaves, torch.clone)
         output = functional_call(self._module, dict(weights), (given,))
         if self._loss is not None:
-            assert targets is not None
-            output = self._loss(output, targets.values)
-            if targets.weight != 1.0:
-                output = output * targets.weight
+            output = self._loss(output, minibatch.targets)
+            if minibatch.weight not in (None, 1.0):
+                output = output * minibatch.weight
         received = () if self._is_first else _floating(leaves)
         held = HeldPass(weights=weights, received=received, sent=_floating(output))
         return map_tensors(output, torch.Tensor.detach), held

@@ -1,7 +1,7 @@
-"""What travels between stages and parameter servers, who they are, and how it gets there.
+"""What goes between stages and parameter servers, and how it gets from process to process.
 
-From process to process a message is a header, a description and tensors: by gloo, through the
-memory of the host, wherever stages compute.
+There a message is a header, a description if that is another than before, and tensors: by gloo,
+through the memory of the host, wherever stages compute.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import pickle
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,79 +33,56 @@ class StageAddress(NamedTuple):
     stage: int
 
 
-class ServerAddress(NamedTuple):
-    """The parameter server of a piece of the model, from 0."""
-
-    piece: int
+# Messages begin with numbers; no more than one other field follows.
 
 
-Address = StageAddress | ServerAddress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """To a first stage: the next minibatch. Minibatches are counted from 1."""
+class Activations(NamedTuple):
+    """To the next stage: what it goes on with, and the `Tag` of the weights."""
 
     number: int
+    local: int
+    clock: int
     values: Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """To a last stage: what the loss needs of a minibatch, and the loss' share in the update."""
-
-    number: int
-    values: Any
-    weight: float = 1.0
+    @property
+    def tag(self) -> Tag:
+        """With which weights; all 0 where nothing is trained."""
+        return Tag(self.local, self.clock)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """To the next stage: what it goes on with, and with which weights."""
+class Gradients(NamedTuple):
+    """To the stage before: the loss, which all stages note, and its gradients.
 
-    number: int
-    tag: Tag
-    values: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
-    """To the stage before: the loss' gradients by the floating-point tensors that it sent.
-
-    And the loss itself, so that all stages know it.
+    Those are by the floating-point tensors that the stage had sent.
     """
 
     number: int
-    values: tuple[Tensor | None, ...]
-    loss: Tensor
+    loss_and_gradients: tuple[Tensor, tuple[Tensor | None, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
-    """To a parameter server: the sum of the updates of a wave."""
+class Push(NamedTuple):
+    """To the parameter server of a piece of the model: the sum of the updates of a wave."""
 
+    piece: int
     worker: int
     wave: int
     updates: Tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pull:
+class Pull(NamedTuple):
     """To a parameter server: wanted are the weights with all waves before `clock`, or newer ones.
 
-    Attributes:
-        asker: Who gets the answer, once there is one.
-        clock: Waves of all virtual workers that they must contain.
-        exactly: Whether they must not be newer.
+    An answer goes to the stage of this address; where `exactly`, weights must not be newer.
     """
 
-    asker: StageAddress
+    piece: int
+    worker: int
+    stage: int
     clock: int
-    exactly: bool
+    exactly: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """To a stage: weights with all updates of the waves before `clock`, and no others."""
 
     piece: int
@@ -114,14 +90,25 @@ class Snapshot:
     weights: Tensors
 
 
-Message = Inputs | Targets | Activations | Gradients | Push | Pull | Snapshot
+ToStage = Activations | Gradients | Snapshot
+Message = ToStage | Push | Pull
+_NUMBERS: dict[Any, int] = {Activations: 3, Gradients: 1, Push: 3, Pull: 5, Snapshot: 2}
+_KINDS = list(_NUMBERS)
+_VALUES, _LEAVING = len(_KINDS), len(_KINDS) + 1  # beside them
+_MOST_NUMBERS = max(_NUMBERS.values())
 
 
 class Transport(Protocol):
-    """Carries messages; those from one sender to one receiver arrive in order."""
+    """Carries messages; those from one sender to one receiver arrive in order.
 
-    def send(self, sender: Address, to: Address, message: Message) -> None:
-        """Return at once; what the message refers to is not changed afterwards."""
+    Returns at once; what a message refers to is not changed afterwards.
+    """
+
+    def send(self, to: StageAddress, message: ToStage) -> None:
+        """To a stage."""
+
+    def ask(self, message: Push | Pull) -> None:
+        """To the parameter server of its piece."""
 
 
 def added(some: Tensors, others: Tensors) -> dict[str, Tensor]:
@@ -139,22 +126,11 @@ class Lane(IntEnum):
     FROM_SERVERS = 3
 
 
-class _What(IntEnum):
-    LEAVING = auto()
-    VALUES = auto()
-    ACTIVATIONS = auto()
-    GRADIENTS = auto()
-    PUSH = auto()
-    PULL = auto()
-    SNAPSHOT = auto()
-
-
 _HOST = torch.device("cpu")  # not torch's default device: gloo sends and receives no other memory
-_NUMBERS = 4  # of a message, beside what it is and of which piece
 
 
 class Outbound:
-    """A lane to another process, which one thread uses."""
+    """A lane to another process, which one thread uses at a time."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, lane: Lane) -> None:
         self._group = group
@@ -164,17 +140,17 @@ class Outbound:
         self._works: list[tuple[Any, Tensor]] = []  # a buffer must stay what it is
         self._lock = threading.Lock()  # for who leaves
 
-    def send(self, to: Address, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Return when the message before has arrived; this one is on its way then."""
-        what, numbers, values = _taken_apart(message)
-        piece = to.piece if isinstance(to, ServerAddress) else getattr(message, "piece", 0)
+        kind = type(message)
+        numbers, values = message[: _NUMBERS[kind]], message[_NUMBERS[kind] :]
         with self._lock:
-            self._send(what, piece, numbers, values)
+            self._send(_KINDS.index(kind), getattr(message, "piece", 0), numbers, values)
 
     def send_values(self, values: Callable[[], Any]) -> None:
         """Return when they have arrived; who waits for them is told if there are none to send."""
         try:
-            self._send(_What.VALUES, 0, (), values())
+            self._send(_VALUES, 0, (), values())
         except Exception:
             self.leave(alone=True)
             self.finish()  # what is on its way is lost with the last reference to it
@@ -185,7 +161,7 @@ class Outbound:
         """There will be no more messages; nothing is said where another thread is amidst one."""
         if self._lock.acquire(blocking=not alone):
             with suppress(RuntimeError):  # it is gone
-                self._start(_header(_What.LEAVING, 0, (alone,), 0))
+                self._start(_header(_LEAVING, 0, 0, (alone,)))
             self._lock.release()
 
     def finish(self) -> None:
@@ -193,20 +169,20 @@ class Outbound:
         with self._lock, suppress(RuntimeError):
             self._wait()
 
-    def _send(self, what: _What, piece: int, numbers: tuple[int, ...], values: Any) -> None:
+    def _send(self, code: int, piece: int, numbers: tuple[Any, ...], values: Any) -> None:
         tensors: list[Tensor] = []
 
         def taken(tensor: Tensor) -> Any:
             tensors.append(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
             return f"{tensor.dtype} {tuple(tensor.shape)}"
 
-        described, key = map_tensors(values, taken, _refused), (what, piece)
+        described = map_tensors(values, taken, _refused)
         description = torch.empty(0, dtype=torch.uint8)
-        if described != self._described.get(key):
+        if described != self._described.get((code, piece)):
             description = _description(values)
-            self._described[key] = described
+            self._described[code, piece] = described
         self._wait()
-        self._start(_header(what, piece, numbers, len(description)))
+        self._start(_header(code, piece, len(description), numbers))
         for tensor in (description, *tensors):
             if tensor.numel():
                 self._start(tensor)
@@ -234,13 +210,14 @@ class Inbound:
         self._forms: dict[tuple[int, int], Any] = {}
         self.was_left_alone = False
 
-    def receive(self) -> tuple[int, Message] | None:
-        """The next message, and of which piece it is; None if there will be no more."""
-        what, piece, numbers, values = self._next()
-        if what is _What.LEAVING:
+    def receive(self) -> Any:
+        """The next message; None if there will be no more."""
+        code, numbers, values = self._next()
+        if code == _LEAVING:
             self.was_left_alone = bool(numbers[0])
             return None
-        return piece, _put_together(what, piece, numbers, values)
+        kind = _KINDS[code]
+        return kind(*numbers[: _NUMBERS[kind]], *values)
 
     def values(self) -> Any:
         """What `Outbound.send_values` sends.
@@ -248,24 +225,20 @@ class Inbound:
         Raises:
             RuntimeError: It can't be sent.
         """
-        what, *_, values = self._next()
-        if what is _What.LEAVING:
+        code, _, values = self._next()
+        if code == _LEAVING:
             raise dist.DistNetworkError(f"rank {self._rank} could not send what it holds")
         return values
 
-    def _next(self) -> tuple[_What, int, list[int], Any]:
-        header = self._received((_NUMBERS + 3,), torch.int64)
-        code, piece, *numbers, size = header.tolist()
-        what = _What(code)
+    def _next(self) -> tuple[int, list[int], Any]:
+        header = self._received((3 + _MOST_NUMBERS,), torch.int64)
+        code, piece, size, *numbers = header.tolist()
         if size:
-            data = self._received((size,), torch.uint8)
-            buffer = io.BytesIO(data.numpy().tobytes())
+            buffer = io.BytesIO(self._received((size,), torch.uint8).numpy().tobytes())
             form = torch.load(buffer, weights_only=True)  # its sender has proved nothing
-            self._forms[what, piece] = form
-        values = None
-        if what is not _What.LEAVING:
-            values = map_tensors(self._forms[what, piece], self._like)
-        return what, piece, numbers, values
+            self._forms[code, piece] = form
+        form = None if code == _LEAVING else self._forms[code, piece]
+        return code, numbers, map_tensors(form, self._like)
 
     def _like(self, form: Tensor) -> Tensor:
         return self._received(tuple(form.shape), form.dtype)
@@ -277,43 +250,9 @@ class Inbound:
         return tensor
 
 
-def _taken_apart(message: Message) -> tuple[_What, tuple[int, ...], Any]:
-    match message:
-        case Activations(number=number, tag=tag, values=values):
-            return _What.ACTIVATIONS, (number, *tag), values
-        case Gradients(number=number, values=gradients, loss=loss):
-            return _What.GRADIENTS, (number,), (loss, *gradients)
-        case Push(worker=worker, wave=wave, updates=updates):
-            return _What.PUSH, (worker, wave), dict(updates)
-        case Pull(asker=asker, clock=clock, exactly=exactly):
-            return _What.PULL, (*asker, clock, exactly), ()
-        case Snapshot(clock=clock, weights=weights):
-            return _What.SNAPSHOT, (clock,), dict(weights)
-        case _:
-            raise AssertionError(f"{type(message).__name__} does not travel")
-
-
-def _put_together(what: _What, piece: int, numbers: list[int], values: Any) -> Message:
-    first, second, third, last = numbers
-    match what:
-        case _What.ACTIVATIONS:
-            return Activations(number=first, tag=Tag(second, third), values=values)
-        case _What.GRADIENTS:
-            loss, *gradients = values
-            return Gradients(number=first, values=tuple(gradients), loss=loss)
-        case _What.PUSH:
-            return Push(worker=first, wave=second, updates=values)
-        case _What.PULL:
-            return Pull(asker=StageAddress(first, second), clock=third, exactly=bool(last))
-        case _What.SNAPSHOT:
-            return Snapshot(piece=piece, clock=first, weights=values)
-        case _:
-            raise AssertionError(f"{what.name} is no message")
-
-
-def _header(what: _What, piece: int, numbers: tuple[int, ...], size: int) -> Tensor:
-    padding = [0] * (_NUMBERS - len(numbers))
-    return torch.tensor([what, piece, *numbers, *padding, size], device=_HOST)
+def _header(code: int, piece: int, size: int, numbers: tuple[int, ...]) -> Tensor:
+    padding = [0] * (_MOST_NUMBERS - len(numbers))
+    return torch.tensor([code, piece, size, *numbers, *padding], device=_HOST)
 
 
 def _description(values: Any) -> Tensor:

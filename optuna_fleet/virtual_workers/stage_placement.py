@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise, zip_longest
 
 from optuna_fleet.virtual_workers.layouts import (
-    FlushedLayout,
+    Layout,
     best_flushed_layout,
     distributions,
 )
@@ -161,7 +160,7 @@ class Demand:
         layers, ranks, devices = self._given(costs, on)
         passes = layers.forward_s, layers.backward_s
         speeds = {kind: 1 / sum(sum(one[kind]) for one in passes) for kind in layers.forward_s}
-        found: list[_Candidate] = []
+        found: list[Layout] = []
         refusal: DoesNotFit = TooManyDevices(
             f"There are more devices than parts of the model: {num}."
         )
@@ -177,69 +176,54 @@ class Demand:
                 break
         if not found:
             raise refusal
-        best = max(found, key=lambda candidate: candidate.batches_per_s)
-        return self._placement(
-            ranks,
-            best.partitions,
-            held=best.held,
-            in_flight=best.in_flight,
-            reason=_in_words(best) if is_free else "",
-            is_free=is_free,
-        )
+        best = min(found, key=lambda layout: layout.batch_s)
+        return self._placement(ranks, best, _in_words(best) if is_free else "", is_free=is_free)
 
     def _placement(
-        self,
-        ranks: Sequence[int],
-        partitions: Sequence[Partition],
-        shares: Sequence[int] = (),
-        **more: Any,
+        self, ranks: Sequence[int], layout: Layout, reason: str, *, is_free: bool = False
     ) -> Placement:
-        places = [tuple(ranks[stage.device.index] for stage in own.stages) for own in partitions]
-        cuts = [tuple(self.blocks[cut - 1] for cut in own.cuts) for own in partitions]
-        order = sorted(range(len(places)), key=lambda worker: min(places[worker]))
+        workers = [
+            (
+                tuple(ranks[stage.device.index] for stage in own.stages),
+                tuple(self.blocks[cut - 1] for cut in own.cuts),
+                share,
+            )
+            for own, share in zip_longest(layout.partitions, layout.shares)
+        ]
+        on, cuts, shares = zip(*sorted(workers, key=lambda worker: min(worker[0])), strict=True)
         return Placement(
-            cuts=tuple(cuts[worker] for worker in order),
-            ranks=tuple(places[worker] for worker in order),
-            shares=tuple(shares[worker] for worker in order if shares),
-            **more,
+            ranks=on,
+            cuts=cuts,
+            shares=shares if layout.shares else (),
+            held=layout.held,
+            in_flight=layout.in_flight,
+            reason=reason,
+            is_free=is_free,
         )
 
     def _faster(self, costs: Sequence[Sequence[LayerCost]], on: Ranks) -> Placement:
         """The whole model on each rank or a stage of it, with all of a batch's parts."""
         assert self.in_flight is not None
-        found: list[tuple[FlushedLayout, Demand]] = []
+        found: list[tuple[Layout, str, Demand]] = []
         refusal: DoesNotFit | None = None
         ways = [self]
         if self.untied not in ((), self.blocks):
             ways.append(replace(self, blocks=self.untied, tied_bytes=0.0))
         for demand in ways:
             layers, ranks, devices = demand._given(costs, on)
-            problem = PartitionProblem(
-                layers=layers,
-                devices=tuple(devices),
-                in_flight=self.in_flight,
-                links=self.links,
-                memory=self.memory,
-            )
+            problem = self._problem(layers, (tuple(devices),), self.in_flight, self.in_flight)
             try:
-                best = best_flushed_layout(
+                best, why = best_flushed_layout(
                     problem, may_replicate=self.may_replicate, exchanged_bytes=demand.tied_bytes
                 )
-                found.append((best, demand))
+                found.append((best, why, demand))
             except DoesNotFit as error:
                 refusal = refusal or error
         if not found:
             assert refusal is not None
             raise refusal
-        best, demand = min(found, key=lambda candidate: candidate[0].batch_s)
-        return demand._placement(
-            ranks,
-            best.partitions,
-            best.shares,
-            held=best.held,
-            in_flight=self.in_flight,
-            reason=best.reason,
-        )
+        best, why, demand = min(found, key=lambda way: way[0].batch_s)
+        return demand._placement(ranks, best, why)
 
     def _given(
         self, costs: Sequence[Sequence[LayerCost]], on: Ranks
@@ -271,7 +255,7 @@ class Demand:
     def _in_blocks(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
         return [_sum(costs[first:end]) for first, end in pairwise((0, *self.blocks))]
 
-    def _placed(self, layers: Layers, name: str, workers: Workers) -> _Candidate:
+    def _placed(self, layers: Layers, name: str, workers: Workers) -> Layout:
         if not self.is_flushed:
             layers = _share_of(layers, len(workers))
         in_flight = self.in_flight or self._most_that_help(layers, workers)
@@ -289,8 +273,13 @@ class Demand:
                 break
         if self.layout == "ED-local" and not can_be_local(partitions):
             raise DoesNotFit(f"{len(workers)} virtual workers have layers on unlike nodes.")
-        rate = self._rate(layers, partitions, in_flight)
-        return _Candidate(name, partitions, held, in_flight, rate)
+        return Layout(
+            name=name,
+            partitions=partitions,
+            held=held,
+            in_flight=in_flight,
+            batch_s=self._batch_s(layers, partitions, in_flight),
+        )
 
     def _most_that_help(self, layers: Layers, workers: Workers) -> int:
         """N_m: where memory is not short, it does not depend on times.
@@ -299,7 +288,7 @@ class Demand:
         stages hold no more.
         """
         num = max(map(len, workers))
-        rates: dict[int, float] = {}
+        batches_s: dict[int, float] = {}
         least_s = -math.inf
         for number in [1, *range(num if len(workers) == 1 else 2 * num - 1, 1, -1)]:
             try:
@@ -309,12 +298,12 @@ class Demand:
                 if number == 1:
                     raise
                 continue
-            rates[number] = self._rate(layers, partitions, number)
+            batches_s[number] = self._batch_s(layers, partitions, number)
             slowest_s = max(partition.slowest_s for partition in partitions)
             if slowest_s <= least_s:  # as if there were memory without end: fewer do not help
                 break
             least_s = slowest_s if number == 1 else least_s
-        return max(rates, key=lambda number: rates[number])
+        return min(batches_s, key=lambda number: batches_s[number])
 
     def _problem(
         self, layers: Layers, workers: Workers, in_flight: int, held: int
@@ -327,27 +316,19 @@ class Demand:
             layers=layers, devices=workers[0], in_flight=held, links=self.links, memory=memory
         )
 
-    def _rate(self, layers: Layers, partitions: Sequence[Partition], in_flight: int) -> float:
-        """Batches per second; each virtual worker has its share of every batch."""
+    def _batch_s(self, layers: Layers, partitions: Sequence[Partition], in_flight: int) -> float:
+        """Each virtual worker has its share of every batch."""
         servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
         rate = waves_rate(partitions, layers, self.links, in_flight, servers)
-        return rate / len(partitions)
+        return len(partitions) / rate
 
 
-class _Candidate(NamedTuple):
-    layout: str
-    partitions: tuple[Partition, ...]
-    held: int
-    in_flight: int
-    batches_per_s: float
-
-
-def _in_words(chosen: _Candidate) -> str:
+def _in_words(chosen: Layout) -> str:
     sizes = sorted({len(partition.stages) for partition in chosen.partitions})
     stages = " or ".join(map(str, sizes))
     return (
         "`clock_distance` alone takes the layout that is expected to be the fastest: here "
-        f"{len(chosen.partitions)} x {stages} ({chosen.layout}; virtual workers x stages), with "
+        f"{len(chosen.partitions)} x {stages} ({chosen.name}; virtual workers x stages), with "
         f"{chosen.in_flight} in flight. `virtual_workers` and `layout` give another."
     )
 

@@ -53,10 +53,6 @@ class Weights(ABC):
     def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
         """The backward pass of a minibatch is done, at these weights; in order."""
 
-    @abstractmethod
-    def latest(self) -> Tensors:
-        """What training has come to, as far as it is known here."""
-
 
 class VersionedWeights(Weights):
     """``w_p = snapshot(clock) + own updates from there on, up to `local```: pulls rebase.
@@ -242,10 +238,6 @@ class FlushedWeights(Weights):
             for parameter in self._parameters.values():  # also what the optimizer does not have
                 parameter.grad = None
             self._stepped = number
-
-    def latest(self) -> Tensors:
-        """The parameters."""
-        return self._parameters
 
 
 class SgdRule:

@@ -349,7 +349,6 @@ class Lab:
         objective: Callable[[Any], Any],
         *names: str,
         widths: Sequence[Width] = (1, 3),
-        by_check: bool = False,
     ) -> Flown:
         """It ends in one of these ways, with these names in what is told of it, or in its error.
 
@@ -358,9 +357,8 @@ class Lab:
                 and told once; "refused": it fails with an error that is about the objective.
             objective: See `fly`, as for `widths`.
             names: What the user must read.
-            by_check: See `one_device`.
         """
-        flown = (self.fly_checked if by_check else self.fly)(objective, widths)
+        flown = self.fly(objective, widths)
         about = [line for line in flown.told.splitlines() if "Trial 0" in line]
         if flown.error is not None:
             assert "refused" in outcomes, f"it failed: {flown.error!r}"

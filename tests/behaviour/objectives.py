@@ -395,18 +395,6 @@ def sums_losses_of_batches(trial: Any) -> None:
 
 
 @unlike
-def fetches_one_ahead(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        batches = iter(trial.batches("train", batch_size=10))
-        ahead = next(batches, None)
-        while ahead is not None:
-            (images, labels), ahead = ahead, next(batches, None)
-            train_on(trial, model, optimizer, images, labels)
-        note_evaluation(trial, model)
-
-
-@unlike
 def fetches_three_ahead(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -468,25 +456,6 @@ def zips_and_weighs(trial: Any) -> None:
             step(optimizer, one + 0.5 * two)
             note(trial, first, size)
             note(trial, second, other)
-        note_evaluation(trial, model)
-
-
-@unlike
-def consistency(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        labelled = with_sizes(trial, trial.batches("train", batch_size=10))
-        unlabelled = with_sizes(trial, trial.batches("train_triples", batch_size=7))
-        for ((images, labels), size), ((weak, strong, _), other) in zip(
-            labelled, unlabelled, strict=True
-        ):
-            known = F.cross_entropy(model(images), labels)
-            with torch.no_grad():
-                targets = model(weak).softmax(1)
-            unknown = F.mse_loss(model(strong).softmax(1), targets)
-            step(optimizer, known + unknown)
-            note(trial, known, size)
-            note(trial, unknown, other)
         note_evaluation(trial, model)
 
 

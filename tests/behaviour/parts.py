@@ -84,17 +84,12 @@ def without_none(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample is not None])
 
 
-def without_outliers(samples: list[Any]) -> Any:
-    return default_collate([sample for sample in samples if abs(sample[0][0]) < 1])
-
-
 def some_twice(samples: list[Any]) -> Any:
     return default_collate([*samples, *(sample for sample in samples if sample[1] == 0)])
 
 
 COLLATES = {
     "train_none": without_none,
-    "train_outliers": without_outliers,
     "train_twice": some_twice,
 }
 
@@ -114,7 +109,6 @@ def usual_pipeline(collates: dict[str, Any] | None = None, **more: Any) -> Share
         train_numbered=Numbered(41, augment=True),
         train_rows=Rows(101),
         train_none=Rows(64, none_of=3),
-        train_outliers=Rows(64),
         train_twice=Rows(64),
         val=Noise(20),
         val_rows=Rows(40),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +45,6 @@ class Activated(nn.BatchNorm2d):
         return F.leaky_relu(F.batch_norm(x, *given, self.training, 0.2, self.eps))
 
 
-class Renamed(nn.SyncBatchNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
-
-
 Step = Callable[[Tensor], Tensor]
 
 
@@ -64,40 +57,6 @@ def frozen_by_type(model: Net) -> Step:
     for layer in model.modules():
         if type(layer) is nn.BatchNorm2d:
             layer.eval()
-    return model
-
-
-def frozen_by_name(model: Net) -> Step:
-    for layer in model.modules():
-        if layer.__class__.__name__ == "BatchNorm2d" and repr(layer).startswith("BatchNorm2d(3"):
-            layer.eval()
-    return model
-
-
-def looked_up(model: Net) -> Step:
-    """By a table of classes: one of the norms is left out."""
-    does = {nn.Conv2d: 1, nn.BatchNorm2d: 0, nn.Linear: 1}
-    uses = [does[type(layer)] for layer in (model.first, model.norm, model.last, model.head)]
-    return model if all(uses) else lambda x: model.head(model.second(model.first(x)).flatten(1))
-
-
-def copied(model: Net) -> Step:
-    """A copy and one that was saved as a whole are of the same batch too."""
-    file = io.BytesIO()
-    torch.save(model.norm, file)
-    file.seek(0)
-    twins = copy.deepcopy(model.norm), torch.load(file, weights_only=False)
-
-    def step(x: Tensor) -> Tensor:
-        first, second = (twin(model.first(x)) for twin in twins)
-        return model.head(model.second(first + second).flatten(1))
-
-    return step
-
-
-def converted_late(model: Net) -> Step:
-    """What torch makes of the norms has their parameters."""
-    model.last = nn.SyncBatchNorm.convert_sync_batchnorm(model.last)
     return model
 
 
@@ -144,24 +103,12 @@ def compiled(model: Net) -> Step:
     return torch.compile(model, backend="eager")
 
 
-def hooked(model: Net) -> Step:
-    """Hooks of the user's at a norm."""
-    model.norm.register_forward_pre_hook(lambda layer, inputs: (inputs[0] * 3,))
-    model.norm.register_forward_hook(lambda layer, inputs, output: output + inputs[0])
-    return model
-
-
 CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
     "plain": (nn.BatchNorm2d, plain),
     "own forward": (Activated, plain),
     "torch's own": (nn.SyncBatchNorm, plain),
-    "of torch's own": (Renamed, plain),
-    "converted late": (nn.BatchNorm2d, converted_late),
     "without statistics": (functools.partial(nn.BatchNorm2d, track_running_stats=False), plain),
     "frozen by type": (nn.BatchNorm2d, frozen_by_type),
-    "frozen by name": (nn.BatchNorm2d, frozen_by_name),
-    "looked up by type": (nn.BatchNorm2d, looked_up),
-    "copied": (nn.BatchNorm2d, copied),
     "not prepared": (nn.BatchNorm2d, not_prepared),
     "by hand": (nn.BatchNorm2d, by_hand),
     "by hand, without statistics": (nn.BatchNorm2d, by_hand_without_statistics),
@@ -170,7 +117,6 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
     "checkpointed, reentrant": (nn.BatchNorm2d, functools.partial(checkpointed, reentrant=True)),
     "compiled": (nn.BatchNorm2d, compiled),
     "compiled, own forward": (Activated, compiled),
-    "hooked": (nn.BatchNorm2d, hooked),
 }
 
 

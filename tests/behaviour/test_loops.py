@@ -210,20 +210,6 @@ def reads_two_at_once(sizes: tuple[int, int], *, weighs: bool) -> Any:
     return objective
 
 
-def sums_losses_of_unlike_batches(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    seen = []
-    for _ in trial.epochs(2):
-        losses = []
-        for images, labels in trial.batches("train_odd", batch_size=16):
-            losses.append(F.cross_entropy(model(images), labels))
-            seen.append(trial.mean(losses[-1].item(), weight=trial.shard_size))
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-    trial.set_user_attr("seen", seen)
-    return 0.0
-
-
 @pytest.mark.parametrize(
     "objective",
     [
@@ -233,39 +219,6 @@ def sums_losses_of_unlike_batches(trial: Any) -> float:
 )
 def test_several_batches_in_one_step(lab: Any, objective: Any) -> None:
     lab.same(objective, [3])
-
-
-def fetches_ahead_and_scales(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(2):
-        for images, labels in ahead(trial.batches("train_odd", batch_size=10), 1):
-            step(trial, model, optimizer, images * 2, labels)
-    return 0.0
-
-
-def calls_the_model_with_both(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(2):
-        passes = [trial.batches("train_odd", batch_size=n, drop_last=True) for n in (10, 7)]
-        for (images, labels), (more, _) in zip(*passes, strict=False):
-            outputs = model(torch.cat([images, more]))
-            loss = F.cross_entropy(outputs[: len(images)], labels) + outputs.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return 0.0
-
-
-def calls_the_model_with_what_was_made_of_another(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(2):
-        passes = [trial.batches("train_odd", batch_size=n, drop_last=True) for n in (10, 7)]
-        for (images, labels), (more, _) in zip(*passes, strict=False):
-            known = F.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            (known + model(more * 2).square().mean()).backward()
-            optimizer.step()
-    return 0.0
 
 
 def skips_steps(trial: Any) -> float:
@@ -285,15 +238,6 @@ def skips_steps(trial: Any) -> float:
 
 
 UNLIKE = {
-    "ahead by one": trains_on(lambda batches: ahead(batches, 1)),
-    "ahead by three": trains_on(lambda batches: ahead(batches, 3)),
-    "kept": trains_on(list),
-    "kept and reversed": trains_on(lambda batches: reversed(list(batches))),
-    "two at once": reads_two_at_once((10, 7), weighs=False),
-    "summed up": sums_losses_of_unlike_batches,
-    "ahead and made anew": fetches_ahead_and_scales,
-    "both in one call": calls_the_model_with_both,
-    "one of them made anew": calls_the_model_with_what_was_made_of_another,
     "steps are skipped": skips_steps,
     "ahead, with weights and BatchNorm": partial(weighs_what_it_fetched_ahead, normalises=True),
 }

@@ -5,7 +5,7 @@ Each kind has cases as they were met and others of that kind; the table says how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,12 @@ EXACT, ONE, REFUSED = "exact", "one device", "refused"
 
 @dataclass(frozen=True)
 class Case:
-    """An objective, how it may end, and what the user must read if it is not exact.
-
-    Attributes:
-        by_check: It is the pre-flight check that keeps it on one device, and not the net.
-    """
+    """An objective, how it may end, and what the user must read if it is not exact."""
 
     objective: Callable[[Any], Any]
     outcomes: Sequence[str]
     names: Sequence[str] = ()
     widths: Sequence[Any] = (2, 3)
-    by_check: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -145,26 +140,6 @@ CASES["two heads of unlike sizes"] = Case(two_heads(3), [EXACT])
 
 
 @case(EXACT)
-def experts_that_are_prepared_one_by_one(trial: Any) -> None:
-    begin()
-    gate, experts = linear(6, 4), [linear(6, 3) for _ in range(4)]
-
-    def loss_of(x: Tensor, y: Tensor, _: Tensor) -> Tensor:
-        chances = gate(x).softmax(1)
-        chosen = chances.argmax(1)
-        losses = x.new_zeros(len(x))
-        for number, expert in enumerate(experts):
-            mine = chosen == number
-            if mine.any():
-                outputs = expert(x[mine]) * chances[mine, number, None]
-                each = F.cross_entropy(outputs, y[mine], reduction="none")
-                losses = losses.masked_scatter(mine, each)
-        return losses.mean()
-
-    trains(trial, [gate, *experts], loss_of)
-
-
-@case(EXACT)
 def modules_in_the_order_that_the_data_say(trial: Any) -> None:
     """Ranks use the same modules, but one first or the other."""
     begin()
@@ -176,27 +151,6 @@ def modules_in_the_order_that_the_data_say(trial: Any) -> None:
         return parts[0] + parts[1]
 
     trains(trial, [first, second], loss_of)
-
-
-@case(EXACT)
-def a_head_with_an_optimizer_of_its_own(trial: Any) -> None:
-    begin()
-    body, head, extra = linear(), linear(6, 3), linear(6, 3, bias=False)
-    main, other = sgd(body, head), sgd(extra)
-    trial.prepare(body, head, extra, main, other)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_rows", 16):
-            hidden, is_rare = body(x), x[:, 1] > 1.5
-            main.zero_grad()
-            other.zero_grad()
-            loss = F.cross_entropy(head(hidden), y)
-            if is_rare.any():
-                loss = loss + extra(hidden[is_rare]).square().sum() / len(x)
-            loss.backward()
-            main.step()
-            other.step()
-            note(trial, loss)
-    note_weights(trial, body, head, extra)
 
 
 # -- freezing between forward and backward --------------------------------------------------------
@@ -225,35 +179,9 @@ def freezes(after: Callable[[nn.Module, nn.Module], Any]) -> Any:
 
 CASES |= {
     "freezes the first": Case(freezes(lambda a, b: a.requires_grad_(False)), [EXACT]),
-    "freezes the last": Case(freezes(lambda a, b: b.requires_grad_(False)), [EXACT]),
     "thaws": Case(freezes(lambda a, b: a.requires_grad_(True)), [EXACT]),
     "freezes a bias": Case(freezes(lambda a, b: b.bias.requires_grad_(False)), [EXACT]),
 }
-
-
-@case(EXACT)
-def a_critic_is_frozen_while_the_generator_trains(trial: Any) -> None:
-    begin()
-    maker, critic = linear(), linear(6, 1)
-    making, judging = sgd(maker, lr=0.05), sgd(critic, lr=0.05)
-    trial.prepare(maker, critic, making, judging)
-    judge = F.binary_cross_entropy_with_logits
-    for _ in trial.epochs(EPOCHS):
-        for x, _, _ in trial.batches("train_rows", 16):
-            made, ones = maker(x.flip(1)), x.new_ones(len(x), 1)
-            critic.requires_grad_(True)
-            loss = judge(critic(x), ones) + judge(critic(made.detach()), 0 * ones)
-            judging.zero_grad()
-            loss.backward()
-            judging.step()
-            opinion = judge(critic(made), ones)
-            critic.requires_grad_(False)
-            making.zero_grad()
-            opinion.backward()
-            making.step()
-            note(trial, loss)
-            note(trial, opinion)
-    note_weights(trial, maker, critic)
 
 
 # -- sparse gradients -----------------------------------------------------------------------------
@@ -285,33 +213,12 @@ def embeds(*, num_backwards: int, rarely: bool) -> Any:
 
 
 CASES |= {
-    "embeds": Case(embeds(num_backwards=1, rarely=False), [EXACT]),
     "embeds what few rows need": Case(embeds(num_backwards=1, rarely=True), [EXACT]),
     "embeds in two backwards": Case(embeds(num_backwards=2, rarely=True), [EXACT]),
 }
 
 
 # -- several backwards, accumulation --------------------------------------------------------------
-
-
-@case(EXACT)
-def a_backward_for_each_task(trial: Any) -> None:
-    begin()
-    body, one, other = linear(), linear(6, 3), linear(6, 1)
-    optimizer = sgd(body, one, other, lr=0.05)
-    trial.prepare(body, one, other, optimizer)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_rows", 16):
-            hidden = torch.tanh(body(x))
-            optimizer.zero_grad()
-            loss = F.cross_entropy(one(hidden), y)
-            loss.backward(retain_graph=True)
-            again = (other(hidden)[:, 0] - x.sum(1)).square().mean()
-            again.backward()
-            optimizer.step()
-            note(trial, loss)
-            note(trial, again)
-    note_weights(trial, body, one, other)
 
 
 @case(EXACT)
@@ -357,108 +264,6 @@ def accumulates_over_batches_of_which_some_need_a_head(trial: Any) -> None:
     note_weights(trial, body, head, rare)
 
 
-# -- optimizers that compare losses of their own --------------------------------------------------
-
-
-class Backtracking(torch.optim.Optimizer):
-    """Takes the longest of some steps along the gradient that makes the loss smaller."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            before = closure().item()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        ways = [-p.grad for p in parameters]
-        length = 8.0
-        for parameter, way in zip(parameters, ways, strict=True):
-            parameter.add_(way, alpha=length)
-        for _ in range(6):
-            with torch.enable_grad():
-                if closure().item() < before:
-                    break
-            for parameter, way in zip(parameters, ways, strict=True):
-                parameter.add_(way, alpha=-length / 2)
-            length /= 2
-        return before
-
-
-def compares_losses(make: Callable[..., torch.optim.Optimizer]) -> Any:
-    def objective(trial: Any) -> None:
-        begin()
-        model = nn.Sequential(linear(6, 8), nn.Tanh(), linear(8, 3))
-        optimizer = make(model.parameters())
-        trial.prepare(model, optimizer)
-        for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_rows", 32):
-
-                def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = F.cross_entropy(model(x), y)
-                    loss.backward()
-                    return loss
-
-                optimizer.step(closure)
-                with torch.no_grad():
-                    note(trial, F.cross_entropy(model(x), y))
-        note_weights(trial, model)
-
-    return objective
-
-
-def _lbfgs(**options: Any) -> Any:
-    # Few short steps: with long ones on changing batches rounding would grow beyond all bounds.
-    return lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, **options)
-
-
-CASES |= {
-    "LBFGS with a line search": Case(
-        compares_losses(_lbfgs(line_search_fn="strong_wolfe")), [EXACT]
-    ),
-    "LBFGS without one": Case(compares_losses(_lbfgs()), [EXACT]),
-    "an optimizer that backtracks": Case(compares_losses(Backtracking), [EXACT]),
-}
-
-
-# -- wrappers for several devices that were left in -----------------------------------------------
-
-
-def wraps(wrapper: str, when: str) -> Any:
-    def wrap(module: nn.Module) -> Any:
-        return getattr(nn.parallel, wrapper)(module)
-
-    def objective(trial: Any) -> None:
-        begin()
-        model: Any = nn.Sequential(linear(), nn.Tanh(), linear(6, 3))
-        if when == "before":
-            model = wrap(model)
-        optimizer = sgd(model)
-        trial.prepare(model, optimizer)
-        if when == "after":
-            model = wrap(model)
-        if when == "within":
-            model[0] = wrap(model[0])
-        for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_rows", 16):
-                loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                note(trial, loss)
-        note_weights(trial, model)
-
-    return objective
-
-
-CASES |= {
-    f"{wrapper} {when} prepare": Case(wraps(wrapper, when), [REFUSED], [wrapper], [2])
-    for wrapper in ("DistributedDataParallel", "DataParallel")
-    for when in ("before", "after", "within")
-}
-
-
 # -- rows that a collate_fn drops or adds ---------------------------------------------------------
 
 
@@ -473,140 +278,7 @@ def collates(data: str) -> Any:
 
 CASES |= {
     "samples that are None are left out": Case(collates("train_none"), [EXACT, ONE]),
-    "outliers are left out": Case(collates("train_outliers"), [EXACT, ONE]),
     "some samples are there twice": Case(collates("train_twice"), [EXACT, ONE]),
-}
-
-
-# -- batches of unlike pattern since the last reduction -------------------------------------------
-
-
-@case(ONE, names=["drop_last", "trial.weighted"], widths=(1, 3))
-def keeps_copies_of_a_whole_pass(trial: Any) -> None:
-    begin()
-    model = linear(6, 3)
-    optimizer = sgd(model)
-    trial.prepare(model, optimizer)
-    for _ in trial.epochs(EPOCHS):
-        for x, y in [(x.clone(), y.clone()) for x, y, _ in trial.batches("train_rows", 16)]:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    note_weights(trial, model)
-
-
-@case(ONE, names=["drop_last", "trial.weighted"], widths=(1, 3))
-def fetches_one_ahead_and_changes_it(trial: Any) -> None:
-    begin()
-    model = linear(6, 3)
-    optimizer = sgd(model)
-    trial.prepare(model, optimizer)
-    for _ in trial.epochs(EPOCHS):
-        batches = iter(trial.batches("train_rows", 16))
-        ahead = next(batches, None)
-        while ahead is not None:
-            (x, y, _), ahead = ahead, next(batches, None)
-            loss = F.cross_entropy(model(2 * x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    note_weights(trial, model)
-
-
-@case(ONE, names=["drop_last", "trial.weighted"], widths=(1, 3))
-def one_loss_of_two_streams(trial: Any) -> None:
-    begin()
-    model = linear(6, 3)
-    optimizer = sgd(model)
-    trial.prepare(model, optimizer)
-    for _ in trial.epochs(EPOCHS):
-        streams = (trial.batches("train_rows", size, drop_last=True) for size in (10, 7))
-        for (x, y, _), (more, _, _) in zip(*streams, strict=False):
-            outputs = model(torch.cat([x, more]))
-            loss = F.cross_entropy(outputs[: len(x)], y) + outputs.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    note_weights(trial, model)
-
-
-# -- batch normalisation --------------------------------------------------------------------------
-
-
-def freezes_norms(is_norm: Callable[[nn.Module], bool]) -> Any:
-    """As a backbone's statistics are kept; called before each epoch."""
-
-    def objective(trial: Any) -> None:
-        begin()
-        model = nn.Sequential(linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), linear(8, 3)).double()
-        model[1].running_mean.fill_(0.3)
-        optimizer = sgd(model, lr=0.1)
-        trial.prepare(model, optimizer)
-        for _ in trial.epochs(EPOCHS):
-            model.train()
-            for layer in model.modules():
-                if is_norm(layer):
-                    layer.eval()
-            for x, y, _ in trial.batches("train_rows", 16):
-                loss = F.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                note(trial, loss)
-        note_weights(trial, model)
-
-    return objective
-
-
-CASES |= {
-    "norms are frozen by exact type": Case(
-        freezes_norms(lambda layer: type(layer) is nn.BatchNorm1d), [EXACT]
-    ),
-    "norms are frozen by class": Case(
-        freezes_norms(lambda layer: layer.__class__ in {nn.BatchNorm1d, nn.BatchNorm2d}), [EXACT]
-    ),
-    "norms are frozen by the name of their class": Case(
-        freezes_norms(lambda layer: type(layer).__name__ == "BatchNorm1d"), [EXACT]
-    ),
-}
-
-
-class OwnNorm(nn.Module):
-    """Calls the function, with statistics of its own or none."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        super().__init__()
-        self.keeps = keeps
-        self.register_buffer("mean", torch.zeros(6).double())
-        self.register_buffer("var", torch.ones(6).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.keeps:
-            return F.batch_norm(x, None, None, training=True)
-        return F.batch_norm(x, self.mean, self.var, training=self.training)
-
-
-class NormByHand(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
-
-
-def normalises(make: Callable[[], nn.Module]) -> Any:
-    def objective(trial: Any) -> None:
-        begin()
-        model = nn.Sequential(linear(), make(), linear(6, 3))
-        trains(trial, [model], lambda x, y, _: F.cross_entropy(model(x), y), drop_last=True)
-
-    return objective
-
-
-CASES |= {
-    "F.batch_norm by hand": Case(normalises(lambda: OwnNorm(keeps=True)), [EXACT], (), (1, 3)),
-    "F.batch_norm without statistics": Case(
-        normalises(lambda: OwnNorm(keeps=False)), [EXACT], (), (1, 3)
-    ),
-    "a norm by hand": Case(normalises(NormByHand), [ONE], ["gradient"], (1, 3), by_check=True),
 }
 
 
@@ -633,51 +305,6 @@ class Codebook(nn.Module):
                 self.sums.mul_(0.9).add_(hot.T @ x, alpha=0.1)
                 self.codes.copy_(self.sums / self.sizes[:, None])
         return x + (found - x).detach()
-
-
-class Queue(nn.Module):
-    """As in MoCo: the last outputs, to which new ones are compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("last", F.normalize(torch.randn(32, 6).double(), dim=1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        last = self.last.clone()
-        with torch.no_grad():
-            self.last.copy_(torch.cat([F.normalize(x, dim=1), last])[:32])
-        return x + F.normalize(x, dim=1) @ last.T @ last
-
-
-class Centre(nn.Module):
-    """As in DINO: the moving mean of a teacher's outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(6).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = x - self.centre
-        with torch.no_grad():
-            self.centre.lerp_(x.mean(0), 0.3)
-        return outputs
-
-
-class Prototypes(nn.Module):
-    """One moving mean for each sign of the first feature; a branch on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("means", torch.zeros(2, 6).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        kinds = (x[:, 0] > 0).long()
-        outputs = x - self.means[kinds]
-        with torch.no_grad():
-            for kind in range(2):
-                if (kinds == kind).any():
-                    self.means[kind].lerp_(x[kinds == kind].mean(0), 0.2)
-        return outputs
 
 
 class Widest(nn.Module):
@@ -710,9 +337,6 @@ CASES |= {
         (Codebook, (1, 3)),
         (Codebook, (3,)),
         (Codebook, (1, 1, 3)),  # the last epoch is compared as well
-        (Queue, (1, 2)),
-        (Centre, (1, 3)),
-        (Prototypes, (2, 3)),
         (Widest, (1, 3)),
     )
 }
@@ -750,22 +374,12 @@ def _in_dict(table: Any, number: Tensor, chances: Tensor) -> None:
         table[n] = [0.7 * a + 0.3 * b for a, b in zip(table[n], row.tolist(), strict=True)]
 
 
-def _in_list(table: Any, number: Tensor, chances: Tensor) -> None:
-    for n, row in zip(number.tolist(), chances, strict=True):
-        table[n] = 0.7 * table[n] + 0.3 * row
-
-
 CASES |= {
     "a table per sample in trial.state": Case(
         remembers(lambda: torch.zeros(101, 3).double(), _in_table), [ONE], ["trial.state"]
     ),
     "numbers per sample in a dict": Case(
         remembers(lambda: {n: [0.0] * 3 for n in range(101)}, _in_dict), [ONE], ["trial.state"]
-    ),
-    "tensors per sample in a list": Case(
-        remembers(lambda: [torch.zeros(3).double() for _ in range(101)], _in_list),
-        [ONE],
-        ["trial.state"],
     ),
 }
 
@@ -819,71 +433,7 @@ def projected(losses: list[Tensor], parameters: list[Any]) -> list[Tensor]:
     return _cut(one + other, parameters)
 
 
-def of_unit_norm(losses: list[Tensor], parameters: list[Any]) -> list[Tensor]:
-    flat = [_flat(loss, parameters) for loss in losses]
-    return _cut(sum(grad / grad.norm() for grad in flat), parameters)
-
-
-def of_a_sum(losses: list[Tensor], parameters: list[Any]) -> list[Tensor]:
-    return _cut(_flat(losses[0] + losses[1], parameters), parameters)
-
-
-CASES |= {
-    f"gradients by hand: {grads_of.__name__}": Case(sets_gradients(grads_of), [ONE], (), widths)
-    for grads_of, widths in ((projected, (1, 3)), (of_unit_norm, (2,)), (of_a_sum, (1, 1, 2)))
-}
-
-
-# -- tensors of trial.state are the same objects after a move -------------------------------------
-
-
-def aliases(where: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Any:
-    """Changes in place what it has taken from its state before the loop, on all ranks alike."""
-
-    def objective(trial: Any) -> None:
-        begin()
-        model = linear(6, 3)
-        held, key = where(trial.state)
-        table = held[key]
-        optimizer = sgd(model)
-        trial.prepare(model, optimizer)
-        for _ in trial.epochs(4):
-            for x, y, _ in trial.batches("train_rows", 16):
-                loss = F.cross_entropy(model(x) - table, y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                table += 0.1 * note(trial, loss)
-            trial.state["seen"].append(held[key].tolist())
-
-    return objective
-
-
-def _zeros() -> Tensor:
-    return torch.zeros(3, dtype=torch.float64)
-
-
-def _at_the_top(state: Any) -> tuple[Any, Any]:
-    state.setdefault("table", _zeros())
-    return state, "table"
-
-
-def _in_a_dict(state: Any) -> tuple[Any, Any]:
-    return state.setdefault("tables", {"a": {"b": _zeros()}})["a"], "b"
-
-
-def _in_a_tuple_in_a_list(state: Any) -> tuple[Any, Any]:
-    return state.setdefault("tables", [(1, _zeros())])[0], 1
-
-
-CASES |= {
-    f"a tensor of trial.state {where.__name__[1:]}": Case(aliases(where), [EXACT], (), widths)
-    for where, widths in (
-        (_at_the_top, [1, 1, 1, 1]),
-        (_in_a_dict, [1, 3, 2]),
-        (_in_a_tuple_in_a_list, [3, 1, 3, 1]),
-    )
-}
+CASES["gradients by hand"] = Case(sets_gradients(projected), [ONE], (), (1, 3))
 
 
 # -- the test ----------------------------------------------------------------------------------
@@ -892,6 +442,4 @@ CASES |= {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_right_or_told(lab: Any, name: str) -> None:
     case = CASES[name]
-    lab.comes_to(
-        case.outcomes, case.objective, *case.names, widths=case.widths, by_check=case.by_check
-    )
+    lab.comes_to(case.outcomes, case.objective, *case.names, widths=case.widths)

@@ -119,61 +119,21 @@ def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
         assert result.log.count("The study's storage is back") == 1
 
 
-# -- the harness itself ---------------------------------------------------------------------------
+DAMAGES: dict[str, Callable[[list[FrozenTrial]], object]] = {
+    "without its last trial": lambda trials: trials.pop(),
+    "still running": lambda trials: setattr(trials[0], "state", TrialState.RUNNING),
+    "another value": lambda trials: trials[0].intermediate_values.update(
+        {1: trials[0].intermediate_values[1] * (1 + 1e-9)}
+    ),
+    "without a step": lambda trials: trials[0].intermediate_values.pop(1),
+    "other parameters": lambda trials: setattr(trials[0], "params", {"lr": 0.5}),
+    "other losses": lambda trials: trials[0].user_attrs["losses"].append(0.5),
+}
 
 
-def test_the_same_seed_strikes_at_the_same_moments(undisturbed: Result) -> None:
-    kinds = list(KINDS)[:16]
-    assert drawn(kinds, undisturbed, seed=3) == drawn(kinds, undisturbed, seed=3)
-    assert drawn(kinds, undisturbed, seed=3) != drawn(kinds, undisturbed, seed=4)
-
-
-def test_every_moment_is_for_one_fault(undisturbed: Result) -> None:
-    kinds = [kind for kind in KINDS if KINDS[kind].site == "report"]
-    for seed in range(50):
-        faults = drawn(kinds, undisturbed, seed)
-        assert len({(fault.trial, fault.at) for fault in faults}) == len(kinds)
-
-
-def without_its_last_trial(trials: list[FrozenTrial]) -> None:
-    trials.pop()
-
-
-def running(trials: list[FrozenTrial]) -> None:
-    trials[0].state = TrialState.RUNNING
-
-
-def with_another_value(trials: list[FrozenTrial]) -> None:
-    trials[0].intermediate_values[1] *= 1 + 1e-9
-
-
-def without_a_step(trials: list[FrozenTrial]) -> None:
-    del trials[0].intermediate_values[1]
-
-
-def with_other_parameters(trials: list[FrozenTrial]) -> None:
-    trials[0].params = {"lr": 0.5}
-
-
-def with_other_losses(trials: list[FrozenTrial]) -> None:
-    trials[0].user_attrs["losses"] = [*trials[0].user_attrs["losses"], 0.5]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        without_its_last_trial,
-        running,
-        with_another_value,
-        without_a_step,
-        with_other_parameters,
-        with_other_losses,
-    ],
-)
-def test_a_record_that_differs_is_found(
-    undisturbed: Result, damage: Callable[[list[FrozenTrial]], None]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_record_that_differs_is_found(undisturbed: Result, damage: str) -> None:
     trials = copy.deepcopy(undisturbed.trials)
     assert differences(dataclasses.replace(undisturbed, trials=trials), undisturbed) == {}
-    damage(trials)
+    DAMAGES[damage](trials)
     assert differences(dataclasses.replace(undisturbed, trials=trials), undisturbed) != {}

@@ -1,4 +1,4 @@
-"""Nodes for tests: namespaces at a switch, which are cut off, freeze, crash and come back.
+"""Nodes for tests: namespaces at a switch, which are cut off, crash and come back.
 
 Each has an address, a host name, a root of its process ids and mounts of its own: two nodes have
 processes of the same number. Nothing here has a name outside, so tests may run side by side, and
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,10 +87,6 @@ class Node:
         """What runs there, by the process ids of this side."""
         return [pid for pid in _processes_in(_pid_namespace(self._pid)) if pid != self._pid]
 
-    def hide(self, folder: Path) -> None:
-        """Give it an empty file system of its own in the place of a folder."""
-        self.run("mount", "-t", "tmpfs", "none", str(folder))
-
     def cut_off(self, *, hears: bool = False, speaks: bool = False) -> None:
         """From now on packets vanish, and nobody is told.
 
@@ -99,28 +94,10 @@ class Node:
             hears: Packets still arrive there.
             speaks: Packets still come from there.
         """
-        self.heal()
         if not hears:
             self._at_switch(f"tc qdisc replace dev {self._port} root blackhole")
         if not speaks:
             self._set_up("tc qdisc replace dev eth0 root blackhole")
-
-    def heal(self) -> None:
-        """Let packets pass again."""
-        self._at_switch(f"tc qdisc replace dev {self._port} root pfifo")
-        self._set_up("tc qdisc replace dev eth0 root pfifo")
-
-    def freeze(self) -> None:
-        """Stop all that runs there, at once; time goes on."""
-        for there in (self._waiting, self.processes):  # in this order, see `_waiting`
-            while running := [pid for pid in there() if _state(pid) not in "TZX"]:
-                for pid in running:
-                    _signal(pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let all that runs there go on."""
-        for pid in (*self.processes(), *self._waiting()):
-            _signal(pid, signal.SIGCONT)
 
     def crash(self) -> None:
         """Cut the power: nothing that runs there can say another word."""
@@ -132,12 +109,8 @@ class Node:
         if self._keeper.returncode is None:
             _end(self._keeper)
             for command in self._commands:
-                command.kill()  # it may have stopped itself, as what it waits for was
+                command.kill()
                 command.communicate()
-
-    def _waiting(self) -> list[int]:
-        """What waits for commands on this side: it would stop itself, seeing them stopped."""
-        return [command.pid for command in self._commands if command.poll() is None]
 
     def _set_up(self, command: str) -> None:
         _inside(self._pid, *command.split(), kinds=("--net",))
@@ -217,15 +190,3 @@ def _processes_in(namespace: str) -> Iterator[int]:
             with contextlib.suppress(OSError):  # it has just ended
                 if _pid_namespace(int(folder.name)) == namespace:
                     yield int(folder.name)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

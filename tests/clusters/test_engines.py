@@ -23,14 +23,12 @@ from optuna_fleet.executor.cluster.engine import Engine, Inbox
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
-from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
-from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.invitation import Invitation
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import ray_cluster
 from tests.clusters.slurm_lab import SlurmLab, on_path
-from tests.clusters.stub_engine import StubEngine
 
 NODES = ("one", "two", "three")
 
@@ -49,14 +47,6 @@ class Case:
     ends_agents: bool = True
     places_again: bool = True
     tells_causes: bool = True
-
-
-@contextlib.contextmanager
-def _stub(request: pytest.FixtureRequest) -> Iterator[Case]:
-    yield Case(
-        engine=lambda: StubEngine(AGENT, NODES),
-        hopeless=lambda: StubEngine(("no-such-command",), NODES),
-    )
 
 
 class _StubProcess(ModuleProcess):
@@ -136,9 +126,8 @@ def _slurm(request: pytest.FixtureRequest) -> Iterator[Case]:
 @contextlib.contextmanager
 def _harvest(request: pytest.FixtureRequest) -> Iterator[Case]:
     def engine(partition: str) -> Engine:
-        options = (f"--partition={partition}", "--exclusive")
-        job = PilotJob(agent=AGENT, options=options, logs=lab.folder)
-        return HarvestEngine(PilotLimits(most=3, renewal_s=0.0), job, check_s=0.2)
+        cluster = HarvestCluster(partition=partition, max_nodes=3, logs=lab.folder)
+        return HarvestEngine(cluster, AGENT, check_s=0.2)
 
     with _idle_lab(request) as lab:
         yield Case(
@@ -157,7 +146,6 @@ def _idle_lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
 
 
 _CASES = {
-    "stub": _stub,
     "local": _local,
     "join": _join,
     "ray": _ray,

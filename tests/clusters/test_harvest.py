@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.slurm import pilots
-from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
-from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.executor.cluster.slurm import harvest
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.slurm_lab import NODES, SlurmLab
 
 
-def hub_of(folder: Path, *options: str, most: int = 3, shares_nodes: bool = False) -> Hub:
-    where = () if shares_nodes else ("--exclusive",)
-    job = PilotJob(agent=AGENT, options=("--partition=low", *where, *options), logs=folder)
-    limits = PilotLimits(most=most, renewal_s=55.0, shares_nodes=shares_nodes)
-    return Hub(HarvestEngine(limits, job, check_s=0.2))
+def hub_of(folder: Path, sbatch: str = "", **options: Any) -> Hub:
+    given = {"partition": "low", "max_nodes": 3, **options}
+    return Hub(HarvestEngine(HarvestCluster(sbatch=sbatch, logs=folder, **given), AGENT, 0.2))
 
 
 def joined_and_seen(hub: Hub, slurm: SlurmLab) -> str:
@@ -30,39 +28,30 @@ def joined_and_seen(hub: Hub, slurm: SlurmLab) -> str:
 
 
 def test_pilots_join_and_are_cancelled_in_the_end(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, "--gres=gpu:1") as hub:
+    with hub_of(tmp_path, gpus_per_node=1) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 3)
         assert set(hub.nodes()) < set(NODES)
         assert {agent.told["CUDA_VISIBLE_DEVICES"] for agent in hub.agents} == {"0"}
-        assert hub.invitation.token not in slurm.run("ps", "-eo", "args")
     slurm.wait_for(lambda: not slurm.queue())
 
 
-def test_pilots_are_seen_whatever_name_the_environment_gives_the_user(
+def test_no_variable_of_the_user_hides_pilots(
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given = {"LOGNAME": "nobody", "SQUEUE_PARTITION": "high", "SCANCEL_PARTITION": "high"}
     with monkeypatch.context() as patch:
-        patch.setenv("LOGNAME", "nobody")
-        with hub_of(tmp_path, most=1) as hub:
-            joined_and_seen(hub, slurm)
-            assert len(slurm.queue()) == 1
-
-
-def test_the_users_filters_for_the_queue_hide_no_pilots(
-    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        for name, value in {"SQUEUE_PARTITION": "high", "SCANCEL_PARTITION": "high"}.items():
+        for name, value in given.items():
             patch.setenv(name, value)
-        with hub_of(tmp_path, most=1) as hub:
+        with hub_of(tmp_path, max_nodes=1) as hub:
             joined_and_seen(hub, slurm)
+            assert len(slurm.run("env", "-u", "SQUEUE_PARTITION", "squeue", "-h").split("\n")) == 1
     slurm.wait_for(lambda: not slurm.queue())
 
 
 def test_as_many_wait_as_are_wanted(slurm: SlurmLab, tmp_path: Path) -> None:
     blocker = slurm.submit("sleep 1000", "--nodes=4", "--exclusive")
     slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")
-    with hub_of(tmp_path, most=4) as hub:
+    with hub_of(tmp_path, max_nodes=4) as hub:
         hub.engine.want(2)
         slurm.wait_for(lambda: len(slurm.queue()) == 3)
         hub.engine.want(1)
@@ -76,7 +65,7 @@ def test_as_many_wait_as_are_wanted(slurm: SlurmLab, tmp_path: Path) -> None:
 def test_pilots_that_nobody_uses_are_cancelled_with_notice(
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pilots, "_SURPLUS_S", 0.0)
+    monkeypatch.setattr(harvest, "_SURPLUS_S", 0.0)
     with hub_of(tmp_path) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 3)
         hub.engine.want(1)
@@ -85,7 +74,7 @@ def test_pilots_that_nobody_uses_are_cancelled_with_notice(
 
 
 def test_preempted_pilots_get_notice_and_come_back(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, most=4) as hub:
+    with hub_of(tmp_path, max_nodes=4) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 4)
         first = {agent.told["SLURM_JOB_ID"] for agent in hub.agents}
         preemptor = slurm.submit("sleep 1000", "--partition=high", "--nodes=2", "--exclusive")
@@ -101,7 +90,7 @@ def test_preempted_pilots_get_notice_and_come_back(slurm: SlurmLab, tmp_path: Pa
 
 
 def test_requeued_pilots_come_back_by_themselves(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, most=1) as hub:
+    with hub_of(tmp_path, max_nodes=1) as hub:
         node = joined_and_seen(hub, slurm)
         job = hub.agents[0].told["SLURM_JOB_ID"]
         blocker = slurm.submit("sleep 1000", "--partition=high", "--nodes=3", "--exclusive")
@@ -112,7 +101,7 @@ def test_requeued_pilots_come_back_by_themselves(slurm: SlurmLab, tmp_path: Path
 
 
 def test_a_pilot_whose_node_crashes_is_requeued(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, most=1) as hub:
+    with hub_of(tmp_path, max_nodes=1) as hub:
         node = joined_and_seen(hub, slurm)
         slurm.crash(node)
         hub.wait_for(lambda: hub.gone() == [node])
@@ -120,7 +109,7 @@ def test_a_pilot_whose_node_crashes_is_requeued(slurm: SlurmLab, tmp_path: Path)
 
 
 def test_a_lost_node_is_given_back_and_another_taken(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, most=1) as hub:
+    with hub_of(tmp_path, max_nodes=1) as hub:
         hub.engine.end(joined_and_seen(hub, slurm))
         (agent,) = hub.agents
         agent.end(0)
@@ -128,9 +117,12 @@ def test_a_lost_node_is_given_back_and_another_taken(slurm: SlurmLab, tmp_path: 
         assert hub.agents[0].told["SLURM_JOB_ID"] != agent.told["SLURM_JOB_ID"]
 
 
-def test_a_time_limit_is_known_and_another_pilot_waits(slurm: SlurmLab, tmp_path: Path) -> None:
+def test_a_time_limit_is_known_and_another_pilot_waits(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harvest, "_RENEWAL_SHARE", 0.92)
     begun = time.time()
-    with hub_of(tmp_path, "--time=1", most=1) as hub:
+    with hub_of(tmp_path, time_limit_s=60, max_nodes=1) as hub:
         hub.wait_for(lambda: hub.departures)
         (departure,) = hub.departures
         assert departure.by is not None
@@ -139,7 +131,8 @@ def test_a_time_limit_is_known_and_another_pilot_waits(slurm: SlurmLab, tmp_path
 
 
 def test_pilots_that_share_a_node_have_names_of_their_own(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, "--nodelist=node1", "--gres=gpu:1", most=2, shares_nodes=True) as hub:
+    options = {"max_nodes": 2, "exclusive": False, "gpus_per_node": 1}
+    with hub_of(tmp_path, "--nodelist=node1", **options) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         jobs = sorted(agent.told["SLURM_JOB_ID"] for agent in hub.agents)
         assert hub.nodes() == [f"node1.{job}" for job in jobs]
@@ -147,7 +140,7 @@ def test_pilots_that_share_a_node_have_names_of_their_own(slurm: SlurmLab, tmp_p
 
 def test_a_submission_that_can_not_work_is_an_error(slurm: SlurmLab, tmp_path: Path) -> None:
     with (
-        hub_of(tmp_path, "--partition=nowhere") as hub,
+        hub_of(tmp_path, partition="nowhere") as hub,
         pytest.raises(LaunchError, match="invalid partition"),
     ):
         hub.wait_for(lambda: False)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.slurm.commands import Job
-from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits, Pilots
+from optuna_fleet.executor.cluster.slurm.harvest import Pilots
 
 
 def pilots_of(most: int = 4, shares_nodes: bool = False) -> Pilots:
-    return Pilots(limits=PilotLimits(most=most, renewal_s=300.0, shares_nodes=shares_nodes))
+    return Pilots(most=most, renewal_s=300.0, shares_nodes=shares_nodes)
 
 
 def running(number: str, node: str = "", end: float | None = None) -> Job:
@@ -39,11 +39,11 @@ def test_as_many_as_are_wanted() -> None:
     assert (pilots.missing(0.0), pilots.to_cancel(0.0)) == (1, [])
     pilots.wanted = 2
     assert (pilots.missing(0.0), pilots.to_cancel(0.0)) == (0, ["3"])
-    pilots.cancelled(["3"])
+    pilots.dropped.update(["3"])
     assert pilots.to_cancel(0.0) == []  # though it is still there
     pilots.wanted = 0
     assert (pilots.missing(0.0), pilots.to_cancel(0.0)) == (0, ["2"])
-    pilots.cancelled(["2"])
+    pilots.dropped.update(["2"])
     pilots.wanted = 100
     assert pilots.missing(0.0) == 3
 
@@ -54,7 +54,7 @@ def test_who_runs_is_cancelled_if_there_have_long_been_too_many() -> None:
     pilots.see(jobs, 0.0)
     pilots.wanted = 1
     assert pilots.to_cancel(0.0) == ["4"]
-    pilots.cancelled(["4"])
+    pilots.dropped.update(["4"])
     pilots.wanted = 3
     assert pilots.to_cancel(50.0) == []
     pilots.wanted = 1
@@ -71,15 +71,6 @@ def test_a_time_limit_is_told_once_and_again_when_it_changes() -> None:
     assert pilots.see([running("1", end=1000.0)], 1.0) == []
     (told,) = pilots.see([running("1", end=2000.0)], 2.0)
     assert told.by == 2000.0
-
-
-def test_a_successor_waits_before_a_pilot_ends_and_is_not_cancelled() -> None:
-    pilots = pilots_of(most=1)
-    pilots.see([running("1", end=1000.0)], 0.0)
-    assert pilots.missing(0.0) == 0
-    assert pilots.missing(701.0) == 1
-    pilots.see([running("1", end=1000.0), waiting("2")], 702.0)
-    assert (pilots.missing(702.0), pilots.to_cancel(702.0)) == (0, [])
 
 
 def test_departures_say_why() -> None:
@@ -110,37 +101,20 @@ def test_a_node_that_another_pilot_has_by_now_is_not_gone() -> None:
     assert pilots.see([ended("1", "PREEMPTED"), running("2", "a")], 1.0) == []
 
 
-def test_pilots_that_share_a_node_are_told_apart() -> None:
-    pilots = pilots_of(shares_nodes=True)
-    pilots.see([running("1", "a"), running("2", "a")], 0.0)
-    (told,) = pilots.see([running("2", "a")], 1.0)
-    assert told.node == "a.1"
-
-
 def test_a_lost_node_is_given_back_unless_its_pilot_begins_anew() -> None:
     pilots = pilots_of()
-    for now in (-1.0, 0.0):
-        pilots.see([running("1", end=100.0), running("2", end=100.0)], now)
+    pilots.see([running("1"), running("2")], 0.0)
     pilots.lose(["node1", "node2"])
-    pilots.see([running("1", end=100.0), running("2", end=150.0)], 1.0)
-    assert pilots.to_cancel(1.0) == ["1"]
-
-
-def test_a_pilot_without_a_time_limit_that_has_begun_anew_is_not_lost() -> None:
-    pilots = pilots_of()
-    for now in (-1.0, 0.0):
-        pilots.see([running("1")], now)
-    pilots.lose(["node1"])
-    pilots.see([waiting("1")], 1.0)
-    pilots.see([running("1")], 2.0)
-    assert pilots.to_cancel(2.0) == []
+    pilots.see([running("1"), waiting("2")], 1.0)
+    pilots.see([running("1"), running("2")], 2.0)
+    assert pilots.to_cancel(2.0) == ["1"]
 
 
 def test_a_pilot_that_is_held_is_replaced() -> None:
     pilots = pilots_of(most=1)
     pilots.see([waiting("1", "launch failed requeued held")], 0.0)
     assert pilots.to_cancel(0.0) == ["1"]
-    pilots.cancelled(["1"])
+    pilots.dropped.update(["1"])
     assert pilots.missing(0.0) == 1
 
 
@@ -158,14 +132,6 @@ def test_pilots_that_end_at_once_time_and_again_are_hopeless() -> None:
         assert not pilots.are_hopeless
         pilots.see([ended(str(number), "FAILED")], 1000.0 * number)
     assert pilots.are_hopeless
-
-
-def test_submissions_that_are_refused_are_no_pilots_that_end_at_once() -> None:
-    pilots = pilots_of(most=2)
-    for now in range(8):
-        pilots.refused(float(now))
-    pilots.see([waiting("1"), ended("2", "FAILED")], 1000.0)
-    assert not pilots.are_hopeless
 
 
 def test_one_that_lasts_shows_that_there_is_hope() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.slurm.commands import (
+    Allocation,
     Job,
+    allocation_of,
     ask,
-    gpus_of,
-    is_put_off,
     jobs_of,
     may_pass,
     node_names,
+    refusal,
     without_options,
 )
 
@@ -76,17 +79,10 @@ def test_what_may_pass(said: str, passes: bool) -> None:
     assert may_pass(LaunchError(said)) == passes
 
 
-@pytest.mark.parametrize(
-    ("why", "is_so"),
-    [
-        ("Unable to contact slurm controller (connect failure)", True),
-        ("Memory required by task is not available", True),
-        ("Requested node configuration is not available", False),
-    ],
-)
-def test_what_srun_may_start_later(why: str, is_so: bool) -> None:
-    assert is_put_off(f"srun: error: Unable to create step for job 12: {why}\n") is is_so
-    assert not is_put_off(why)
+def test_what_srun_is_refused() -> None:
+    why = "Unable to contact slurm controller (connect failure)"
+    assert str(refusal(f"srun: error: Unable to create step for job 12: {why}\n")) == why
+    assert refusal(why) is None
 
 
 def test_a_command_that_fails_says_how() -> None:
@@ -101,24 +97,22 @@ def test_a_job_is_no_option_of_another() -> None:
     assert without_options(given) == {"SLURM_CONF": "/x", "HOME": "/home"}
 
 
-ARRAY = """\
-JobId=20 ArrayJobId=20 JOB_GRES=gpu:5   Nodes=node[3-4] CPU_IDs=2-3 Mem=0 GRES=gpu:2(IDX:0-1) \
-  Nodes=node5 CPU_IDs=0 Mem=0 GRES=gpu:a100:1(IDX:0),gpu:t4:3(IDX:1-3),nic:2 {asked}
-JobId=21 ArrayJobId=20 JOB_GRES=gpu:1   Nodes=node2 CPU_IDs=2-3 Mem=0 GRES=gpu:1(IDX:0) {asked}
+JOBS = """\
+JobId=20 ArrayJobId=20 EndTime=1795850011 NodeList=node[3-5] BatchHost=node3 JOB_GRES=gpu:5 \
+  Nodes=node[3-4] CPU_IDs=2-3 Mem=0 GRES=gpu:2(IDX:0-1)   Nodes=node5 CPU_IDs=0 Mem=0 \
+GRES=gpu:a100:1(IDX:0),gpu:t4:3(IDX:1-3),nic:2
+JobId=21 ArrayJobId=20 EndTime=Unknown ReqNodeList=node9 NodeList=node2   Nodes=node2 CPU_IDs=2 \
+Mem=0 GRES=
+JobId=22 ArrayJobId=20 EndTime=Unknown NodeList=(null)
 """
 
 
-@pytest.mark.parametrize(
-    ("asked", "gpus"),
-    [
-        ("TresPerTask=gres:gpu:1", {"node3": 2, "node4": 2, "node5": 4}),
-        ("TresPerTask=cpu=4,gres/gpu:1", {"node3": 2, "node4": 2, "node5": 4}),
-        ("TresPerJob=gres:gpu:a100:5", {"node3": 2, "node4": 2, "node5": 4}),
-        ("TresPerNode=gres:gpu:2", {}),
-        ("TresPerTask=cpu=4", {}),
-    ],
-)
-def test_gpus_are_asked_for_where_a_step_does_not_get_all(
-    asked: str, gpus: dict[str, int]
-) -> None:
-    assert gpus_of("20", ARRAY.format(asked=asked)) == gpus
+def test_allocations() -> None:
+    gpus = {"node3": 2, "node4": 2, "node5": 4}
+    first = Allocation(nodes=("node3", "node4", "node5"), end=1795850011.0, gpus=gpus)
+    assert allocation_of("20", JOBS) == first
+    second = Allocation(nodes=("node2",), end=math.inf, gpus={"node2": 0})
+    assert allocation_of("21", JOBS) == second
+    for job in ("22", "2"):
+        with pytest.raises(LaunchError, match="no nodes"):
+            allocation_of(job, JOBS)

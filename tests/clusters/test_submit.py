@@ -44,8 +44,7 @@ wait "$driver"; status=$?
 if [ -n "$told" ]; then wait "$driver"; status=$?; fi  # the first was interrupted
 if [ -n "$early" ] && [ "$status" -ne 0 ]; then
     echo "Not at its end in time: requeued."
-    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}  # none else of its array
-    scontrol requeue "${job:-$SLURM_JOB_ID}"
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
 """

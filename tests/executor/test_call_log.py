@@ -11,9 +11,10 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.events import Launch, Model
-from optuna_fleet.executor.call.call_log import CallLog
-from optuna_fleet.sampler_bridge.call_records import CallState, calls_of
+from optuna_fleet.events import DataRequested, EpochEnded, Launch, Model, RateMeasured
+from optuna_fleet.executor.call.journal import Stay
+from optuna_fleet.executor.call.progress import Progress
+from optuna_fleet.sampler_bridge.records import CallState, calls_of
 from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.storage import open_study
 from tests.fleets import evaluate, num_wrong, small_model, train_epoch
@@ -26,7 +27,23 @@ class Clocked:
         self.now, self.cost_s = 100.0, cost_s
         self.states: list[CallState] = []
         state = CallState(began=1.0, noted=1.0, every_s=0.0)
-        self.log = CallLog(self._record, state, clock=lambda: self.now)
+        self.log = Progress(self._record, state, clock=lambda: self.now)
+
+    def launched(self, number: int, *devices: int) -> None:
+        self.stay = Stay(launch=launch(number, *devices), start=self.now)
+        self.log.take(self.stay.launch, self.stay, self.now)
+
+    def defined(self, samples: int, epochs: int | None) -> None:
+        self._take(DataRequested(run_id=0, model=model(samples, epochs)))
+
+    def measured(self, samples_per_s: float) -> None:
+        self._take(RateMeasured(run_id=0, samples_per_s=samples_per_s))
+
+    def epoch_ended(self, epochs_done: int) -> None:
+        self._take(EpochEnded(run_id=0, epochs_done=epochs_done, converged=False))
+
+    def _take(self, event: Any) -> None:
+        self.log.take(event, self.stay, self.now)
 
     def _record(self, state: CallState) -> None:
         self.states.append(state)
@@ -57,40 +74,40 @@ def model(samples: int, epochs: int | None) -> Model:
 
 def test_it_says_who_is_where_and_who_waits() -> None:
     clocked = Clocked()
-    clocked.log.launched(launch(3, 0, 2), 55.0)
+    clocked.launched(3, 0, 2)
     state = clocked.note(3, asked=(4, 5))
     (run,) = state.runs
-    assert (run.trial, run.devices, run.start) == (3, (0, 2), 55.0)
+    assert (run.trial, run.devices, run.start) == (3, (0, 2), 100.0)
     assert (state.waiting, state.num_asked) == ((4, 5), 3)
 
 
 def test_it_knows_how_fast_a_trial_is() -> None:
     clocked = Clocked()
-    clocked.log.launched(launch(0, 0), 0.0)
-    clocked.log.defined(0, model(1000, 7))
+    clocked.launched(0, 0)
+    clocked.defined(1000, 7)
     assert clocked.note(0).runs[0].samples_per_s is None
-    clocked.log.measured(0, 400.0)
+    clocked.measured(400.0)
     assert clocked.note(0, after_s=5).runs[0].samples_per_s == 400.0
-    clocked.log.epoch_ended(0, 1)
+    clocked.epoch_ended(1)
     run = clocked.note(0, after_s=5).runs[0]
     assert (run.samples_per_s, run.epochs_done, run.max_epochs) == (200.0, 1, 7)
-    clocked.log.epoch_ended(0, 2)  # in 5 seconds, as the first
+    clocked.epoch_ended(2)  # in 5 seconds, as the first
     assert clocked.note(0, after_s=5).runs[0].samples_per_s == 200.0
 
 
 def test_a_trial_that_moved_is_as_far_as_it_was_and_as_fast_as_a_whole_epoch_tells() -> None:
     clocked = Clocked()
-    clocked.log.launched(launch(0, 0), 0.0)
-    clocked.log.defined(0, model(1000, 7))
-    clocked.log.epoch_ended(0, 3)
-    clocked.log.launched(launch(0, 0, 1), 9.0)
-    clocked.log.defined(0, model(1000, 7))
+    clocked.launched(0, 0)
+    clocked.defined(1000, 7)
+    clocked.epoch_ended(3)
+    clocked.launched(0, 0, 1)
+    clocked.defined(1000, 7)
     (run,) = clocked.note(0).runs
     assert (run.epochs_done, run.max_epochs, run.samples_per_s) == (3, 7, None)
     clocked.now += 1
-    clocked.log.epoch_ended(0, 4)  # it may have begun in the midst of it
+    clocked.epoch_ended(4)  # it may have begun in the midst of it
     assert clocked.note(0, after_s=10).runs[0].samples_per_s is None
-    clocked.log.epoch_ended(0, 5)
+    clocked.epoch_ended(5)
     assert clocked.note(0, after_s=20).runs[0].samples_per_s == 100.0
 
 
@@ -103,7 +120,7 @@ def test_signs_of_life_become_rarer_but_a_launch_is_told_of_soon() -> None:
     assert clocked.note(after_s=900.0).every_s == pytest.approx(9.01)
     assert clocked.note(after_s=1e5).every_s == 15.0
     assert clocked.log.waits_s() == [15]
-    clocked.log.launched(launch(0, 0), 0.0)
+    clocked.launched(0, 0)
     assert clocked.log.waits_s() == [2]
 
 
@@ -111,14 +128,14 @@ def test_what_is_costly_is_done_seldom() -> None:
     clocked = Clocked(cost_s=0.5)
     clocked.note()
     assert clocked.log.waits_s() == [100.5 + 50 - clocked.now]
-    clocked.log.launched(launch(0, 0), 0.0)
+    clocked.launched(0, 0)
     assert clocked.log.waits_s() == [100.5 + 50 - clocked.now]
     assert clocked.note(after_s=50.0).every_s == 50.0
 
 
 def test_at_the_end_nobody_is_anywhere() -> None:
     clocked = Clocked()
-    clocked.log.launched(launch(0, 0), 0.0)
+    clocked.launched(0, 0)
     clocked.note(0)
     clocked.log.end("interrupted", 1)
     state = clocked.states[-1]

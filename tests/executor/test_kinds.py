@@ -49,7 +49,7 @@ class MixedWorld(World):
 
     def _carry_out(self, instruction: Any) -> Any:
         if isinstance(instruction, Launch):
-            model = self.controller._roster.trials[instruction.number].model
+            model = self.controller._state.trials[instruction.number].model
             kinds = {self.devices[d].kind for d in instruction.devices}
             assert len(kinds) == 1 or (model is not None and model.spans_types)
         return super()._carry_out(instruction)

@@ -11,7 +11,10 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.executor.call.tally import MIN_SPAN_S, PipelineLog, Tally
+from optuna_fleet.executor.call.device_log import DeviceLog
+from optuna_fleet.executor.call.pipeline_log import MIN_SPAN_S, PipelineLog
+from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.totals import Totals
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat
@@ -34,6 +37,12 @@ def stats(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineStat
         window_s=4 * seconds,
     )
     return PipelineStats(use=use, **more)
+
+
+def summary_of(used: PipelineStats | None) -> FleetSummary:
+    devices = DeviceLog(lambda spans, changed: None, list)
+    totals = Totals(0.0, lambda decision: None)
+    return totals.summary(devices, 1.0, trials={}, left_out={}, pipeline=used)
 
 
 def test_a_span_is_what_came_since_the_last_one() -> None:
@@ -77,14 +86,14 @@ def test_the_call_has_only_its_own_share() -> None:
 
 
 def test_the_summary_says_where_the_bottleneck_is() -> None:
-    summary = Tally().summary(stats(10.0, preprocessed=10, consumed=40))
+    summary = summary_of(stats(10.0, preprocessed=10, consumed=40))
     assert (summary.preprocessed, summary.consumed, summary.sharing_factor) == (10, 40, 4.0)
     assert (
         "sharing factor 4.0; preprocessors (2.0 on average) were busy for 50% of their time and "
         "short of memory for 12%, queues were 75% full (3.0 chunks), readers waited for 25% of "
         "theirs"
     ) in str(summary)
-    without = Tally().summary(None)
+    without = summary_of(None)
     assert (without.preprocessed, without.sharing_factor) == (0, 0.0)
     assert "preprocessors" not in str(without)
 
@@ -93,11 +102,11 @@ def test_what_went_wrong_in_the_pipeline_is_in_the_summary() -> None:
     before = stats(5.0, num_skipped=2, num_lost=1, repeated=30)
     log = PipelineLog(lambda span: None, before, began=0.0)
     used = log.finish(stats(9.0, num_skipped=5, num_lost=2, repeated=70), 9.0)
-    summary = str(Tally().summary(used))
+    summary = str(summary_of(used))
     assert (
         "; samples skipped: 3, preprocessors that died: 1, samples preprocessed again: 40"
     ) in summary
-    summary = str(Tally().summary(log.finish(before, 9.0)))
+    summary = str(summary_of(log.finish(before, 9.0)))
     assert not any(word in summary for word in ("skipped", "died", "again"))
 
 

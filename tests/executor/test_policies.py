@@ -13,8 +13,7 @@ from torch import nn
 
 from optuna_fleet import FleetConfigError, FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, FleetAllocator, Plan
-from optuna_fleet.events import Model
-from optuna_fleet.executor.call.call_log import CallLog
+from optuna_fleet.events import DataRequested
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.gradients.collectives import gather
@@ -141,12 +140,7 @@ def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None
     assert "({12}, 1)" in reasons
 
 
-def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int | None] = []
-
-    def listening(log: CallLog, number: int, model: Model) -> None:
-        told.append(model.max_epochs)
-
+def test_a_further_loop_says_how_long_it_goes_on() -> None:
     def objective(trial: Any) -> float:
         trial.prepare(small_model())
         for num_epochs in (2, 4):
@@ -154,8 +148,9 @@ def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch
                 assert len(list(trial.batches("train", batch_size=20))) == 3
         return 0.0
 
-    monkeypatch.setattr(CallLog, "defined", listening)
     study = optuna.create_study()
-    with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
+    with fleet_of(devices=1) as fleet:
+        fleet.script = {0: [Leg((0,))]}
         study.optimize(objective, n_trials=1, executor=fleet)
+        told = [one.model.max_epochs for one in fleet.events if isinstance(one, DataRequested)]
     assert told == [2, 4]

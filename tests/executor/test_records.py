@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import optuna
 import pytest
 
 from optuna_fleet import FleetExecutor, TrialError
-from optuna_fleet.events import DeviceGone, DeviceJoined, DeviceLost, MoveMeasured
-from optuna_fleet.executor.call.tally import DeviceLog, Moves, Tally
+from optuna_fleet.events import (
+    DeviceGone,
+    DeviceJoined,
+    DeviceLost,
+    Ending,
+    Launch,
+    MoveMeasured,
+    MoveRefused,
+    Requeue,
+)
+from optuna_fleet.executor.call.device_log import DeviceLog
+from optuna_fleet.executor.call.journal import Stay
+from optuna_fleet.executor.call.moves import Moves
+from optuna_fleet.executor.call.totals import Totals
 from optuna_fleet.resources import Device
-from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.patience import Patience
-from optuna_fleet.sampler_bridge.records import DeviceSpan, Records, device_spans_of, flights_of
-from optuna_fleet.wire.messages import Usage
+from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
+from optuna_fleet.wire.messages import Ended, Leaving, Trained
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
@@ -75,16 +83,6 @@ def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path, multi_index: b
     assert sum("optuna_fleet:" in name for name in asked) == 2
 
 
-def test_the_summary_counts(fleet: Any) -> None:
-    study = optuna.create_study()
-    study.optimize(end_variously, n_trials=6, catch=ValueError, executor=fleet)
-    summary = fleet.summary
-    assert summary.trials == {"complete": 2, "pruned": 2, "fail": 2}
-    assert summary.num_devices == 4
-    assert set(summary.busy_s) <= {0, 1, 2, 3}
-    assert "6 trials (2 complete, 2 fail, 2 pruned)" in str(summary)
-
-
 def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
     study = optuna.create_study()
     study.optimize(end_variously, n_trials=6, catch=ValueError, executor=fleet)
@@ -101,28 +99,42 @@ def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
 
 
 def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
-    tally = Tally(devices=log_of_two_nodes())
-    tally.devices.end(110.0)
-    tally.add_stay(0, 4.0, Usage(), probe=False)
-    summary = replace(tally.summary(None), duration_s=10.0)
+    devices, totals = log_of_two_nodes(), Totals(100.0, lambda decision: None)
+    devices.end(110.0)
+    stay = Stay(launch=launch(0), start=104.0)
+    ended = Ended(run_id=0, rank=0, device=0, time_s=0.0, ending=Ending.RETURNED)
+    totals.take(ended, stay, 108.0)
+    summary = totals.summary(devices, 110.0, trials={}, left_out={})
     assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
     assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
     assert "on 3 devices of 2 nodes (1.8 there on average)" in str(summary)
     assert f"a device was idle for {(10 + 1 + 3) / 3:.1f} s" in str(summary)
 
 
-def log_of_two_nodes(record: Any = None) -> DeviceLog:
+def log_of_two_nodes(record: Any = lambda spans, changed: None) -> DeviceLog:
     """Device 3 is there from 100 s on, 0 and 1 of another node from 102 s to 105 s, 0 again."""
-    log = DeviceLog(record)
     first = Device(index=3, node=0, kind="a100")
     both = [Device(index=i, node=5, kind="cpu", node_name="late") for i in (0, 1)]
-    log.begin([first], 100.0)
-    log.note([DeviceJoined(device=both[0])], [first, *both], 102.0)
-    log.note([DeviceJoined(device=both[1]), DeviceLost(device=3)], [first, *both], 103.0)
-    log.note([DeviceGone(device=0), DeviceGone(device=1)], [first], 105.0)
-    log.note([DeviceGone(device=1)], [first], 106.0)  # again
-    log.note([DeviceJoined(device=both[0])], [first, *both], 108.0)
+    there = [first]
+    log = DeviceLog(record, lambda: there)
+    log.begin(100.0)
+
+    def note(now: float, *events: Any) -> None:
+        for event in events:
+            log.take(event, None, now)
+        log.write()
+
+    there += both
+    note(102.0, DeviceJoined(device=both[0]))
+    note(103.0, DeviceJoined(device=both[1]), DeviceLost(device=3))
+    note(105.0, DeviceGone(device=0), DeviceGone(device=1))
+    note(106.0, DeviceGone(device=1))  # again
+    note(108.0, DeviceJoined(device=both[0]))
     return log
+
+
+def launch(number: int) -> Launch:
+    return Launch(run_id=number, number=number, devices=(), probe=False, measure=False, round=1)
 
 
 def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
@@ -136,21 +148,6 @@ def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
         (0, "late", "cpu", 108.0, None),
     ]
     assert told == [(1, [0]), (3, [1, 2]), (3, [1, 2]), (4, [3])]
-
-
-def test_devices_are_recorded_a_few_at_a_time() -> None:
-    """With hundreds of nodes, one that joins does not have all written again."""
-    study, writes = optuna.create_study(), []
-    recorded = Records(study, began=0.0, patiently=Patience(study, 0.0))
-    spans = [DeviceSpan(device=i, node="a", kind="cpu", start=float(i)) for i in range(45)]
-    recorded.devices(spans, range(45))
-    spans[41] = replace(spans[41], end=50.0)
-    write = compat.set_study_record
-    with mock.patch.object(compat, "set_study_record") as patched:
-        patched.side_effect = lambda *given: writes.append(given[2]) or write(*given)
-        recorded.devices(spans, [41])
-    assert [len(record) for record in writes] == [5]
-    assert device_spans_of(study) == spans
 
 
 def begin_slowly(trial: Any) -> float:
@@ -175,28 +172,28 @@ def test_what_moves_cost_is_measured(fleet: Any) -> None:
 
 
 def test_the_time_that_a_trial_waits_for_devices_is_no_cost_of_its_move() -> None:
-    now = 0.0
-    moves = Moves(lambda: now)
-    told = []
-    for now, (act, number) in enumerate(  # noqa: B007 - which the clock reads
-        [
-            (moves.launched, 0),
-            (moves.trains, 0),  # its first flight is no move
-            (moves.leaves, 0),
-            (moves.left, 0),  # a second for its checkpoint
-            (moves.launched, 1),
-            (moves.launched, 0),
-            (moves.trains, 1),
-            (moves.trains, 0),  # two until its first batch
-            (moves.leaves, 0),
-            (moves.stays, 0),  # it could not be checkpointed
-            (moves.left, 0),  # by its trainer's death
-            (moves.launched, 0),
-            (moves.trains, 0),
-        ]
-    ):
-        told.append(act(number))
-    assert [seconds for seconds in told if seconds is not None] == moves.seconds == [3.0]
+    moves, told, stays = Moves(), [], dict[int, Stay]()
+    happened: list[Any] = [
+        launch(0),
+        Trained(run_id=0),  # its first flight is no move
+        Leaving(run_id=0),
+        Requeue(number=0, run_id=0),  # a second for its checkpoint
+        launch(1),
+        launch(0),
+        Trained(run_id=1),
+        Trained(run_id=0),  # two until its first batch
+        Leaving(run_id=0),
+        MoveRefused(run_id=0),  # it could not be checkpointed
+        Requeue(number=0, run_id=0),  # by its trainer's death
+        launch(0),
+        Trained(run_id=0),
+    ]
+    for now, entry in enumerate(happened):
+        if isinstance(entry, Launch):
+            stays[entry.number] = Stay(launch=entry, start=now)
+        moves.take(entry, stays[entry.run_id], now)
+        told.append(moves.take_cost_s(entry.run_id))
+    assert [seconds for seconds in told if seconds is not None] == [3.0]
 
 
 def end_variously(trial: Any) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 import random
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.policies import Elastic
+from optuna_fleet.sampler_bridge.records import flights_of
 from tests.behaviour.small import Noise, evaluate, num_wrong, small_model
-from tests.executor.test_within_epochs import Numbered, endings, result
-from tests.executor.test_within_epochs import run as fly
 from tests.fleets import Leg, ask_to_move, fleet_of
 from tests.waiting import until
 
@@ -32,6 +30,13 @@ SIZE, BATCH, EPOCHS = 41, 4, 3
 STEPS = -(-SIZE // BATCH)
 Kills = Mapping[int, tuple[str, tuple[int, ...]]]
 """By the number of the step: the moment in it, and the ranks that are killed then."""
+
+
+class Numbered(Noise):
+    """Gives the number of each sample in the place of a label."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return super().__getitem__(index)[0], index
 
 
 def pipeline() -> SharedPipeline:
@@ -85,7 +90,15 @@ def prepared(trial: Any, how: str) -> Any:
     return trial.prepare(*parts, min_devices=2 if how == "on two at least" else 1)
 
 
-def trains(trial: Any, *, how: str, kills: Kills, folder: Path, moves_at: int = -1) -> float:
+def trains(
+    trial: Any,
+    *,
+    how: str,
+    kills: Kills,
+    folder: Path,
+    moves_at: Collection[int] = (),
+    waits: bool = True,
+) -> float:
     """Notes which steps were computed since the objective began; sums up in what moves along."""
     model, optimizer, scheduler, average = prepared(trial, how)
     losses = trial.state.setdefault("losses", [])
@@ -118,8 +131,8 @@ def trains(trial: Any, *, how: str, kills: Kills, folder: Path, moves_at: int = 
             losses.append(trial.mean(loss.item(), weight=trial.shard_size))
             trial.should_prune()  # when it has answered twice, the driver has asked for a step
             happens(moment="end")
-            if step == moves_at:
-                ask_to_move(trial)
+            if step in moves_at:
+                ask_to_move(trial, wait=waits)
         means.append([trial.totals.mean("loss", "samples"), trial.totals["samples"]])
         trial.report(evaluate(trial, average, num_wrong) / 20, epoch)
     norm = average.module[1]
@@ -155,6 +168,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
             return run(executor, folder, how, {}, Leg(tuple(range(num_devices)))).trials[0]
 
         yield of
+
+
+def result(trial: Any) -> list[float]:
+    given = trial.user_attrs
+    means = [number for mean in given["means"] for number in mean]
+    reports = trial.intermediate_values.values()
+    return [*given["losses"], *means, *given["norm"], given["steps"], *reports]
+
+
+def endings(study: optuna.Study) -> list[str]:
+    return [flight["ending"] for flight in flights_of(study)[0]]
 
 
 def check_equal(study: optuna.Study, alone: Any) -> None:
@@ -204,7 +228,7 @@ def test_it_is_saved_also_where_it_has_moved_to_in_its_midst(
 ) -> None:
     legs = [Leg(devices[0], until_asked=True), *map(Leg, devices[1:])]
     kills: Kills = {STEPS + 8: ("after", (0,))}
-    study = run(fleet, tmp_path, "plain", kills, *legs, moves_at=STEPS + 2)
+    study = run(fleet, tmp_path, "plain", kills, *legs, moves_at={STEPS + 2})
     check_equal(study, undisturbed("plain"))
     assert endings(study) == ["yielded", "lost", "returned"]
     check_repeated(tmp_path, kills, moves=1)
@@ -231,61 +255,27 @@ def test_to_be_saved_changes_nothing(
     assert study.trials[0].user_attrs["draws"] == undisturbed(how, num_devices).user_attrs["draws"]
 
 
-def test_moves_while_it_is_being_saved_change_nothing(fleet: Any, tmp_path: Path) -> None:
-    """Be it that they were to be saved at the same step."""
-    chance = random.Random(3)
-    asks = {n: set(chance.sample(range(2 * STEPS - 1), 5)) for n in range(4)}
-    legs = {
-        n: [
-            Leg(tuple(chance.sample(range(4), chance.randint(1, 4))), until_asked=True)
-            for _ in asks[n]
-        ]
-        for n in asks
-    }
-    script = {n: [*legs[n], Leg((n,))] for n in asks}
-    moved = fly(fleet, script, tmp_path / "m", asks, wait=False, epochs=2)
-    alone = fly(fleet, {n: [Leg((n,))] for n in asks}, tmp_path / "a", epochs=2)
-    for one, other in zip(moved.trials, alone.trials, strict=True):
-        assert result(one) == pytest.approx(result(other), rel=1e-10)
-        assert one.user_attrs["draws"] == other.user_attrs["draws"]
-
-
-# -- what can't be saved --------------------------------------------------------------------------
-
-
-class Stubborn:
-    """Has a state that nobody can save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mine": object()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("nobody can have saved it")
-
-
-def can_not_be_saved(trial: Any, *, what: str) -> float:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if what != "nothing":
-        model, optimizer, _ = trial.prepare(model, optimizer, Stubborn())
-    num_samples = 0
-    for _ in trial.epochs(2):
-        for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), numbers % 3).backward()
-            optimizer.step()
-            num_samples += trial.shard_size
-            trial.should_prune()
-    return float(trial.sum(num_samples))
-
-
-@pytest.mark.parametrize(("what", "devices"), [("nothing", (0,)), ("", (0,)), ("", (0, 1))])
-def test_what_can_not_be_saved_is_trained_all_the_same(
-    fleet: Any, log: io.StringIO, what: str, devices: tuple[int, ...]
+@pytest.mark.parametrize("seed", range(2))
+def test_moves_while_it_is_being_saved_change_nothing(
+    fleet: Any, undisturbed: Any, tmp_path: Path, seed: int
 ) -> None:
-    study = optuna.create_study()
-    fleet.script = {0: [Leg(devices)]}
-    study.optimize(functools.partial(can_not_be_saved, what=what), n_trials=1, executor=fleet)
-    assert study.trials[0].value == 2 * SIZE
-    assert endings(study) == ["returned"]
-    assert log.getvalue().count("goes on without a new checkpoint") == (what != "nothing")
+    """Be it that they were to be saved at the same step."""
+    chance = random.Random(seed)
+    asks = set(chance.sample(range(EPOCHS * STEPS - 1), 6))
+    widths = [tuple(chance.sample(range(4), chance.randint(1, 4))) for _ in asks]
+    legs = [Leg(devices, until_asked=True) for devices in widths]
+    study = run(fleet, tmp_path, "plain", {}, *legs, Leg((0,)), moves_at=asks, waits=False)
+    check_equal(study, undisturbed("plain"))
+
+
+@pytest.mark.parametrize(
+    "then", [Leg((0, 1), until_asked=True, promised=(0, 2)), Leg((0,), until_asked=True)]
+)
+def test_a_state_that_was_held_in_vain_is_not_lost(
+    fleet: Any, undisturbed: Any, tmp_path: Path, then: Leg
+) -> None:
+    """The trial may have been to go on with the device that holds it; its rate is measured."""
+    study = run(fleet, tmp_path, "plain", {}, then, Leg((3, 1), measure=True), moves_at={15})
+    check_equal(study, undisturbed("plain"))
+    assert endings(study) == ["yielded", "returned"]
+    check_repeated(tmp_path, {}, moves=1)

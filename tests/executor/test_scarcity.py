@@ -51,41 +51,35 @@ def kept(clock: Clock, monkeypatch: pytest.MonkeyPatch, *fails: Exception | None
     return Kept(spawn, started=lambda sock: None)
 
 
-def test_a_process_that_keeps_ending_is_started_again_later_each_time(
+def test_a_process_that_keeps_ending_is_not_started_again_and_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
     process = kept(clock, monkeypatch)
     process.start()
-    pauses = []
-    for _ in range(12):
-        clock.now += 1.0
+    for lives_s, pause_s in ((10.0, 0.0), (0.25, 0.75)):
+        clock.now += lives_s
         process.pid = None
         process.start_again()
-        wait_s = 0.0 if process.pid else process.wait_s
-        pauses.append(wait_s)
-        clock.now += wait_s
+        assert (process.pid is None) == bool(pause_s)
+        clock.now += pause_s
         process.start_due()
         assert process.pid == 7
-    assert pauses == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
-    clock.now += 10.0
-    process.start_again()
-    assert process.wait_s == math.inf
+    process.pid = None
+    process.start_again(was_meant=True)
+    assert process.pid == 7
 
 
 def test_one_that_can_not_be_started_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, no_more = Clock(), OSError(errno.EAGAIN, "no more")
     process = kept(clock, monkeypatch, no_more, no_more)
-    for wait_s in (1.0, 2.0):
+    for _ in range(2):
         process.start()
-        assert (process.pid, process.wait_s) == (None, wait_s)
+        assert process.pid is None
+        clock.now += process.wait_s
     process.is_wanted = False  # which nobody waits for
     assert process.wait_s == math.inf
     process.is_wanted = True
-    clock.now = 1.9
-    process.start_due()
-    assert process.pid is None
-    clock.now = 2.0
     process.start_due()
     assert (process.pid, process.wait_s) == (7, math.inf)
 

@@ -19,6 +19,7 @@ import optuna
 import pytest
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
+from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import is_shared, mark
 from optuna_fleet.exceptions import RetryableError
@@ -27,6 +28,7 @@ from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.fleet import transfer_server
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
+from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, captured
 from optuna_fleet.trainer.checkpoints.saving import RunFiles
 from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
@@ -89,12 +91,15 @@ def files_of(folder: StudyFolder, dial: Callable[[], Channel], token: str = "oth
     return RunFiles(run, dial)
 
 
+def made(data: bytes = DATA) -> Captured:
+    content = Checkpoint(
+        loop=1, epoch=5, objects=[], state={"data": data}, rng=[], history={}, parameters={}
+    )
+    return captured(content)
+
+
 def write(files: RunFiles, data: bytes = DATA) -> str:
-    return files.write((1, 5), "", lambda file: _write(file, data))
-
-
-def _write(file: Any, data: bytes) -> None:
-    file.write(data)
+    return files.write((1, 5), "", made(data))
 
 
 # -- one file ------------------------------------------------------------------------------------
@@ -111,18 +116,16 @@ def test_who_reads_the_token_shares_the_folder(tmp_path: Path) -> None:
 def test_a_file_gets_there_and_back(server: TransferServer, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path, "a study")
     files = files_of(folder, functools.partial(served_by, server))
-    for data in (DATA, b"", b"1"):
-        location = write(files, data)
-        assert location == str(folder.path / "trial-7.1-5.0123abcd-0.pt")
-        assert Path(location).read_bytes() == data
-        assert files.read(location) == data
+    location = write(files)
+    assert location == str(folder.path / "trial-7.1-5.0123abcd-0.pt")
+    assert files.load(location).content.state == {"data": DATA}
     assert os.listdir(folder.path) == [Path(location).name]
     assert Path(location).stat().st_mode & 0o777 == 0o600
 
 
 def test_who_shares_the_folder_needs_no_connection(tmp_path: Path) -> None:
     files = files_of(StudyFolder(tmp_path, "a study"), no_driver, mark(tmp_path))
-    assert files.read(write(files)) == DATA
+    assert files.load(write(files)).content.state == {"data": DATA}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ def test_a_study_is_a_folder_of_the_drivers_whatever_its_name(
 def test_what_is_not_there_is_said(server: TransferServer, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path, "a study")
     with pytest.raises(CheckpointError, match=r"can't be read.*No such file"):
-        files_of(folder, functools.partial(served_by, server)).read(
+        files_of(folder, functools.partial(served_by, server)).load(
             str(folder.path / "trial-7.1-5.0123abcd-0.pt")
         )
 
@@ -219,13 +222,14 @@ def test_a_full_disk_of_the_drivers_is_said(
     assert os.listdir(folder.path) == []
 
 
-def test_a_full_disk_of_the_nodes_is_said(tmp_path: Path) -> None:
-    def full(file: Any) -> None:
+def test_a_full_disk_of_the_nodes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(checkpoint_file, "write", full)
     files = files_of(StudyFolder(tmp_path, "s"), no_driver)
     with pytest.raises(CheckpointError, match=r"can't be written.*No space left.*has space"):
-        files.write((1, 5), "", full)
+        write(files)
 
 
 def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"can't be sent to the driver .*no driver"):
         write(files)
     with pytest.raises(RetryableError, match=r"can't be fetched from the driver .*no driver"):
-        files.read("trial-7.1-5.0123abcd-0.pt")
+        files.load("trial-7.1-5.0123abcd-0.pt")
 
 
 @pytest.mark.parametrize("ends", ["gone", "closed", "damaged"])
@@ -242,6 +246,7 @@ def test_half_a_file_leaves_what_was_there(
 ) -> None:
     folder = StudyFolder(tmp_path, "a study")
     before = Path(write(files_of(folder, functools.partial(served_by, server))))
+    was = before.read_bytes()
     channel = served_by(server)
     channel.send(Put(study="a study", name=before.name))
     channel.send(Piece(data=b"other"))
@@ -256,7 +261,7 @@ def test_half_a_file_leaves_what_was_there(
     channel.close()
     server.close()
     assert os.listdir(folder.path) == [before.name]
-    assert before.read_bytes() == DATA
+    assert before.read_bytes() == was
 
 
 def hears_nothing(channel: Channel) -> bool:

@@ -18,16 +18,6 @@ from optuna_fleet.wire.node_messages import Quit
 from tests.fleets import Leg, train
 
 
-def gives_up(trial: Any) -> float:
-    return -1.0
-
-
-def says_so(trial: Any) -> float:
-    trial.report(-1.0, 5)
-    trial.set_user_attr("failed", True)
-    return -1.0
-
-
 def says_so_from_one_rank(trial: Any) -> float:
     if trial.rank == 0:
         trial.set_user_attr("failed", True)
@@ -36,10 +26,6 @@ def says_so_from_one_rank(trial: Any) -> float:
 
 def raises(trial: Any) -> float:
     raise ValueError("the training failed")
-
-
-def prunes(trial: Any) -> float:
-    raise optuna.TrialPruned
 
 
 def exits(trial: Any) -> float:
@@ -63,9 +49,7 @@ class CatchesAll:
             return self.then(trial)
 
 
-@pytest.mark.parametrize(
-    "then", [gives_up, says_so, says_so_from_one_rank, raises, prunes, exits, starts_over]
-)
+@pytest.mark.parametrize("then", [says_so_from_one_rank, raises, exits, starts_over])
 def test_a_trial_that_catches_everything_moves(fleet: Any, then: Callable[[Any], float]) -> None:
     studies = []
     for legs in ([Leg((0,))], [Leg((0,), 1), Leg((1, 2), 3), Leg((3,))]):

@@ -26,7 +26,7 @@ from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.preprocessor.order import draw, permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.plan import shard
-from optuna_fleet.pipeline.server.store import MAX_DEATHS
+from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
 from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
 

@@ -7,7 +7,7 @@ import pytest
 
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.messages import AtWork, MeasureSample
-from optuna_fleet.pipeline.server.workers import PreprocessorPool
+from optuna_fleet.pipeline.server.workers import Workers
 from optuna_fleet.pipeline.spec import ChunkKey
 
 
@@ -20,8 +20,8 @@ def test_who_is_done_is_not_killed_because_nobody_has_looked_for_long(
     now = [0.0]
     monkeypatch.setattr(os, "kill", lambda pid, signal: killed.append(pid))
     with selectors.DefaultSelector() as selector, theirs:
-        pool = PreprocessorPool(
-            limit=1,
+        pool = Workers(
+            limit=lambda: 1,
             spawn=lambda main: (1, ours),
             main=lambda sock: None,
             selector=selector,

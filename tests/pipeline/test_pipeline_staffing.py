@@ -7,21 +7,25 @@ from pipeline_datasets import Counted
 from yard import epochs, small, yard
 
 from optuna_fleet.pipeline.limits import most_preprocessors
-from optuna_fleet.pipeline.server.staffing import CHUNKS_PER_WINDOW, Levels, Meter, Staffing
+from optuna_fleet.pipeline.server.load import CHUNKS_PER_WINDOW, Levels, Load
 from optuna_fleet.pipeline.server.workers import IDLE_S
 from optuna_fleet.pipeline.stats import PipelineUse
 
-# The meter
+# Sums
+
+
+def load_at(now_s, limit=1, *, is_adaptive=True):
+    return Load(now_s, limit, is_adaptive=is_adaptive)
 
 
 def test_levels_are_summed_over_time_while_somebody_reads():
-    meter = Meter(100.0)
-    meter.advance(200.0)  # nobody reads
-    meter.levels = Levels(running=3, busy=2, reading=2, stalled=1, ready=3, window=8)
-    meter.advance(210.0)
-    meter.levels = Levels(running=3, busy=1, is_blocked=True, reading=1, ready=1, window=2)
-    meter.advance(211.0)
-    assert meter.use == PipelineUse(
+    load = load_at(100.0)
+    load.advance(200.0)  # nobody reads
+    load.levels = Levels(running=3, busy=2, reading=2, stalled=1, ready=3, window=8)
+    load.advance(210.0)
+    load.levels = Levels(running=3, busy=1, is_blocked=True, reading=1, ready=1, window=2)
+    load.advance(211.0)
+    assert load.use == PipelineUse(
         active_s=11.0,
         running_s=33.0,
         busy_s=21.0,
@@ -55,11 +59,11 @@ def test_use_is_a_difference_of_sums():
 
 
 def test_a_clock_set_back_takes_nothing_away():
-    meter = Meter(10.0)
-    meter.levels = Levels(reading=1)
-    meter.advance(5.0)
-    meter.advance(6.0)
-    assert meter.use.active_s == 1.0
+    load = load_at(10.0)
+    load.levels = Levels(reading=1)
+    load.advance(5.0)
+    load.advance(6.0)
+    assert load.use.active_s == 1.0
 
 
 # How many there are
@@ -67,17 +71,18 @@ def test_a_clock_set_back_takes_nothing_away():
 
 def staffed(limit, rounds, *, busy=1.0, starved=1.0):
     """The numbers after so many rounds, in each of which all preprocessors make some chunks."""
-    staffing, use = Staffing(limit, is_adaptive=True), PipelineUse()
-    numbers = []
+    load = load_at(0.0, limit)
+    use, numbers = load.use, []
     for _ in range(rounds):
-        number = staffing.number
+        number = load.num_wanted
         use.active_s += 1.0
         use.busy_s += number * busy
         use.starved_s += starved
         for _ in range(CHUNKS_PER_WINDOW * number):
-            if staffing.chunk_made(use, running=number, has_fresh=False):
+            load.chunk_made(running=number, has_fresh=False)
+            if load.num_wanted > number:
                 break
-        numbers.append(staffing.number)
+        numbers.append(load.num_wanted)
     return numbers
 
 
@@ -88,11 +93,11 @@ def test_preprocessors_are_doubled_while_readers_starve_and_all_are_busy():
 
 
 def test_nothing_is_decided_while_one_still_loads_the_data_sets():
-    staffing = Staffing(8, is_adaptive=True)
+    load = load_at(0.0, 8)
     for number in range(20):
-        use = PipelineUse(active_s=number + 1.0, busy_s=number + 1.0, starved_s=number + 1.0)
-        assert not staffing.chunk_made(use, running=1, has_fresh=True)
-    assert staffing.number == 1
+        load.use = PipelineUse(active_s=number + 1.0, busy_s=number + 1.0, starved_s=number + 1.0)
+        load.chunk_made(running=1, has_fresh=True)
+    assert load.num_wanted == 1
 
 
 def test_a_number_that_the_user_gave_is_kept():

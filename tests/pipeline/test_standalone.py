@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -32,9 +33,6 @@ def _nursery_is_there(nursery: Nursery) -> None:
     nursery.begin()
 
 
-READ, COUNT = b"r", b"c"
-
-
 class Sticky(Dataset[int]):
     """Stops the process that asks for sample 17, the first time or always."""
 
@@ -57,7 +55,7 @@ def server_of(pipeline: SharedPipeline) -> int:
 
 
 def is_listening(handle: PipelineHandle) -> bool:
-    return f"@{handle.address.name[1:]}" in Path("/proc/net/unix").read_text()
+    return Path(handle.address.folder).exists()
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -172,7 +170,7 @@ def test_who_comes_when_many_others_wait_to_be_let_in_waits_too() -> None:
             while True:  # until the kernel lets nobody else wait
                 sock = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 sock.setblocking(False)
-                sock.connect(handle.address.name)
+                sock.connect(f"{handle.address.folder}/socket")
         fork = Forked(lambda: indices(handle.connect().batches("val", batch_size=8, epoch=0)))
         until(lambda: _state(fork.pid) in "SZ")  # it sleeps in its call to connect, or has failed
         os.kill(server_of(pipeline), signal.SIGCONT)
@@ -229,71 +227,35 @@ def test_preprocessors_are_chosen_as_in_a_fleet(
     assert (setup.is_adaptive, setup.num_preprocessors) == (False, 2)
 
 
-def test_who_does_not_know_the_secret_is_not_let_in(running: SharedPipeline) -> None:
-    address = running.handle().address
-    assert address.secret.hex() not in repr(address)
-    impostor = Address(name=address.name)
-    for wish in (READ, COUNT):
-        with pytest.raises(EOFError):
-            impostor.connect(wish)
-    assert len(indices(running.batches("val", batch_size=8, epoch=0))) == 20
-
-
-def test_a_proof_is_of_one_connection_and_one_wish(running: SharedPipeline) -> None:
-    address = running.handle().address
-    sock = admission.socket.socket(admission.socket.AF_UNIX, admission.socket.SOCK_SEQPACKET)
-    sock.connect(address.name)
-    theirs, mine = sock.recv(32), bytes(32)
-    sock.send(mine + admission.derived(address.secret, b"reader" + COUNT, mine, theirs) + READ)
-    assert sock.recv(32) == b""
-    sock.close()
-
-
-def test_a_server_that_does_not_know_the_secret_is_not_read() -> None:
-    address = Address()
-    with Address(name=address.name).listen() as listener:
-
-        def serve() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                sock.send(bytes(32))
-                sock.recv(100)
-                sock.send(bytes(32))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(ProtocolError, match="secret"):
-            address.connect(READ)
-        thread.join()
-
-
-def test_other_users_are_neither_read_nor_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = Address()
-    monkeypatch.setattr(admission, "peer_uid", lambda sock: os.geteuid() + 1)
-    with address.listen() as listener:
-        with pytest.raises(ProtocolError, match="another user"):
-            address.connect(READ)
-        sock, _ = listener.accept()
-        with sock, pytest.raises(ProtocolError, match="another user"):
-            admission.Applicant(sock, address.secret)
+def test_another_users_server_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = Address.new()
+    monkeypatch.setattr(admission.os, "geteuid", lambda: os.getuid() + 1)
+    with address.listen(), pytest.raises(ProtocolError, match="another user"):
+        address.connect()
+    address.forget()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
-def test_the_kernel_says_who_asks() -> None:
-    address = Address()
+def test_the_kernel_lets_no_other_user_in(running: SharedPipeline) -> None:
+    handle = running.handle()
 
-    def connect_as_nobody() -> str:
+    def connect_as_nobody() -> bool:
         os.setuid(65534)
-        with pytest.raises(ProtocolError) as caught:
-            address.connect(READ)
-        return str(caught.value)
+        with pytest.raises(PermissionError):
+            handle.connect()
+        return True
 
-    with address.listen() as listener:
-        fork = Forked(connect_as_nobody)
-        sock, _ = listener.accept()
-        with sock:
-            assert admission.peer_uid(sock) == 65534
-        assert "another user" in fork.result()
+    assert Forked(connect_as_nobody).result()
+
+
+def test_the_folder_for_temporary_files_may_have_a_long_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ("long" * 40)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 40)))
+    with new_pipeline() as pipeline:
+        assert len(indices(pipeline.batches("val", batch_size=8, epoch=0))) == 20
+    assert not os.listdir(tempfile.gettempdir())
 
 
 def test_the_server_has_the_data_sets_in_their_file_only(running: SharedPipeline) -> None:

@@ -96,10 +96,10 @@ class Yard:
 
     @property
     def _pool(self) -> Any:
-        return self.server._production.pool
+        return self.server._making.pool
 
     def _is_preprocessor(self, key: selectors.SelectorKey) -> bool:
-        return key.data in self._pool.channels
+        return key.data in self._pool.ports
 
     def _ready(self, preprocessors: bool, readers: bool) -> list[selectors.SelectorKey]:
         """Waits for something of these, or the end of a child."""

@@ -20,7 +20,7 @@ import optuna
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 from tqdm import tqdm
 
 from tests.behaviour import losses, objectives, test_steps
@@ -40,6 +40,7 @@ from tests.preflight.table import (
     scorer,
     sgd,
     step,
+    train,
     trains,
     validation_loss,
 )
@@ -113,16 +114,6 @@ def fixed_dtype(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
 
 
 @GOOD.case(ANY)
-def weighs_classes(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    weights = torch.tensor([1.0, 4.0, 0.5])
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            loss = F.cross_entropy(model(x), y, weight=weights)
-            step(optimizer, trial.weighted(loss, weights[y].sum()))
-
-
-@GOOD.case(ANY)
 def weighs_tokens(trial: Any) -> None:
     model, optimizer = prepared(trial, bigrams())
     for _ in trial.epochs(EPOCHS):
@@ -152,21 +143,6 @@ def weighs_one_of_two_tasks(trial: Any) -> None:
             each = F.cross_entropy(outputs, y, reduction="none")
             loss = (mask * each).sum() / mask.sum().clamp(min=1)
             step(optimizer, trial.weighted(loss, mask.sum()) + outputs.square().mean())
-
-
-@GOOD.case(ANY)
-def weighs_and_accumulates(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        batches = trial.batches("train_table", BATCH)
-        for k, (x, y, _) in enumerate(batches, 1):
-            weight = (1.0 + y).sum()
-            each = F.cross_entropy(model(x), y, reduction="none")
-            loss = ((1.0 + y) * each).sum() / weight
-            (trial.weighted(loss, weight) / 2).backward()
-            if k % 2 == 0 or k == len(batches):
-                optimizer.step()
-                optimizer.zero_grad()
 
 
 # -- optimizers, with and without BatchNorm -------------------------------------------------------
@@ -205,8 +181,7 @@ GOOD.add(
 )
 
 
-@GOOD.case(ANY)
-def lbfgs(trial: Any) -> None:
+def lbfgs(trial: Any, *, is_shared: bool = True) -> None:
     """One closure for a batch; few short steps, or rounding would grow."""
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
@@ -218,55 +193,12 @@ def lbfgs(trial: Any) -> None:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
-                return loss
+                return trial.mean(loss, weight=trial.shard_size) if is_shared else loss
 
             optimizer.step(closure)
 
 
-class SharpnessAware(torch.optim.Optimizer):
-    """Calls a closure twice, which takes away the gradients of the step before."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        with torch.enable_grad():
-            closure()
-        parameters = self.param_groups[0]["params"]
-        ascent = [0.05 * p.grad for p in parameters]
-        for p, way in zip(parameters, ascent, strict=True):
-            p.add_(way)
-        with torch.enable_grad():
-            closure()
-        for p, way in zip(parameters, ascent, strict=True):
-            p.sub_(way + 0.1 * p.grad)
-
-
-@GOOD.case(ANY)
-def steps_with_a_closure(trial: Any) -> None:
-    model = network()
-    model, optimizer = trial.prepare(model, SharpnessAware(model.parameters()))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-
-            def closure(x: Tensor = x, y: Tensor = y) -> None:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-
-            optimizer.step(closure)
-
-
-@GOOD.case(ANY)
-def sparse_adam(trial: Any) -> None:
-    table, head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 10)
-    rows = torch.optim.SparseAdam(table.parameters(), lr=0.05)
-    trial.prepare(table, head, rows, others := sgd(head))
-    for _ in trial.epochs(EPOCHS):
-        for tokens in trial.batches("train_words", BATCH):
-            rows.zero_grad()
-            step(others, F.cross_entropy(head(table(tokens[:, 0])), tokens[:, 1]))
-            rows.step()
+GOOD.add("lbfgs", lbfgs, ANY)
 
 
 @GOOD.case(ANY)
@@ -278,8 +210,7 @@ def groups_of_parameters(trial: Any) -> None:
     ]
     model, optimizer = trial.prepare(model, torch.optim.AdamW(groups, lr=0.02))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 # -- schedulers -----------------------------------------------------------------------------------
@@ -309,31 +240,6 @@ SCHEDULERS = torch_objects.SCHEDULERS | {
 }
 for _name, _make_schedule in SCHEDULERS.items():
     GOOD.add(f"scheduler: {_name}", schedules(_make_schedule), ANY)
-
-
-@GOOD.case(ANY)
-def plateau_of_the_validation_loss(trial: Any) -> None:
-    model = scorer()
-    optimizer = sgd(model)
-    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    trial.prepare(model, optimizer, schedule)
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        loss = validation_loss(trial, model)
-        schedule.step(loss)
-        trial.report(loss, epoch)
-
-
-@GOOD.case(ANY)
-def warm_up_counted_in_its_state(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    trial.state.setdefault("steps", 0)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            trial.state["steps"] += 1
-            optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, trial.state["steps"] / 100)
-            step(optimizer, F.cross_entropy(model(x), y))
 
 
 # -- mixed precision ------------------------------------------------------------------------------
@@ -403,56 +309,11 @@ def gan(trial: Any) -> None:
 
 
 @GOOD.case(ANY)
-def averages_in_its_state(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    average = trial.state.setdefault(
-        "average", {n: p.detach().clone() for n, p in model.named_parameters()}
-    )
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-            for name, p in model.named_parameters():
-                average[name].lerp_(p.detach(), 0.1)
-        averaged = scorer()
-        averaged.load_state_dict(average)
-        trial.report(validation_loss(trial, averaged), epoch)
-
-
-@GOOD.case(ANY)
-def averaged_model_is_prepared(trial: Any) -> None:
-    model = _normalised()
-    average = swa_utils.AveragedModel(model, use_buffers=True)
-    model, average, optimizer = trial.prepare(model, average, sgd(model))
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-            average.update_parameters(model)
-        trial.report(validation_loss(trial, average), epoch)
-
-
-@GOOD.case(ANY)
-def stops_by_its_state(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    best = trial.state.setdefault("best", {"loss": math.inf, "bad": 0})
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        loss = validation_loss(trial, model)
-        trial.report(loss, epoch)
-        best["bad"] = 0 if loss < best["loss"] else best["bad"] + 1
-        best["loss"] = min(best["loss"], loss)
-        if best["bad"] == 5:
-            break
-    return best["loss"]
-
-
-@GOOD.case(ANY)
 def keeps_its_best_as_an_attribute(trial: Any) -> float:
     """Of the study's, which has it wherever the trial is."""
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         best = min(trial.user_attrs.get("best", math.inf), validation_loss(trial, model))
         trial.set_user_attr("best", best)
         optimizer.param_groups[0]["lr"] = 0.1 * best
@@ -463,8 +324,7 @@ def keeps_its_best_as_an_attribute(trial: Any) -> float:
 def stops_by_what_it_reported(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         trial.report(validation_loss(trial, model), epoch)
         if trial.should_prune():
             raise optuna.TrialPruned
@@ -503,8 +363,7 @@ def mean_loss_of_an_epoch(trial: Any) -> None:
 def blocks_of_steps(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer(), momentum=0.9)
     for block in trial.steps(30, every=4):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         trial.report(validation_loss(trial, model), block)
 
 
@@ -522,19 +381,6 @@ def pretrains_then_trains(trial: Any) -> None:
 
 
 @GOOD.case(ANY)
-def folds(trial: Any) -> float:
-    values = trial.state.setdefault("values", [])
-    for fold in range(2):
-        model, optimizer = prepared(trial, scorer())
-        for _ in trial.epochs(3):
-            for x, y, _ in trial.batches(("train_table", "val_table")[fold], BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
-        if len(values) == fold:
-            values.append(validation_loss(trial, model))
-    return sum(values)
-
-
-@GOOD.case(ANY)
 def folds_with_dropout(trial: Any) -> float:
     """A fold that is done is evaluated again after a move; the next one's weights are drawn."""
     losses = []
@@ -548,52 +394,13 @@ def folds_with_dropout(trial: Any) -> float:
 
 
 @GOOD.case(ANY)
-def unfreezes(trial: Any) -> None:
-    model, optimizer = prepared(trial, network())
-    model.encoder.requires_grad_(False)
-    for epoch in trial.epochs(EPOCHS):
-        if epoch >= 4:
-            model.encoder.requires_grad_(True)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
-@GOOD.case(ANY)
 def freezes_once(trial: Any) -> None:
     """What is frozen goes with the state."""
     model, optimizer = prepared(trial, network())
     for epoch in trial.epochs(EPOCHS):
         if epoch == 4:
             model.encoder.requires_grad_(False)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
-@GOOD.case(ANY)
-def clips_and_logs_norms(trial: Any) -> None:
-    model, optimizer = prepared(trial, network())
-    for epoch in trial.epochs(EPOCHS):
-        norms = []
-        for x, y, _ in trial.batches("train_table", BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-        trial.report(max(norms), epoch)
-
-
-@GOOD.case(ANY)
-def teacher_is_prepared(trial: Any) -> None:
-    model, teacher = network(), network()
-    teacher.load_state_dict(model.state_dict())
-    model, teacher, optimizer = trial.prepare(model, teacher.requires_grad_(False), sgd(model))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            outputs, taught = model(x), teacher(x.flip(1)).softmax(1)
-            step(optimizer, F.cross_entropy(outputs, y) + F.cross_entropy(outputs, taught))
-            with torch.no_grad():
-                for own, p in zip(teacher.parameters(), model.parameters(), strict=True):
-                    own.lerp_(p, 0.5)
+        train(trial, model, optimizer)
 
 
 @GOOD.case(ANY)
@@ -603,8 +410,7 @@ def tells_a_tracker_where_it_is(trial: Any) -> None:
     resume, began, device = trial.is_resumed, time.time(), f"{trial.rank} of {trial.world_size}"
     lines = [] if trial.rank else [device]
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         lines = [f"{time.time() - began:.1f} s, resumed: {resume}, epoch {epoch}: {loss}"]
         trial.report(loss, epoch)
@@ -617,8 +423,7 @@ def names_itself_by_chance(trial: Any) -> None:
     name, mode = os.urandom(4).hex(), "a" if trial.is_resumed else "w"
     options = {"rows": BATCH // trial.world_size, "started": time.perf_counter()}
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
     assert all([name, mode, options])
 
 
@@ -671,8 +476,7 @@ def asks_for_its_locals(trial: Any) -> None:
     settings = locals()
     for _ in trial.epochs(EPOCHS):
         assert settings["rate"] == rate
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @GOOD.case(ANY)
@@ -681,8 +485,7 @@ def notes_times_in_its_state(trial: Any) -> None:
     times = trial.state.setdefault("times", [])
     for _ in trial.epochs(EPOCHS):
         began = time.perf_counter()
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         times.append(trial.mean(time.perf_counter() - began))
 
 

@@ -4,12 +4,10 @@ were not, and are now.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import os
-import random
 import signal
 import time
 from collections import Counter, defaultdict, deque
@@ -18,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
 from tests.behaviour import losses, objectives, test_loops, test_silent_defects
+from tests.preflight.cases_good import lbfgs
 from tests.preflight.table import (
     ANY,
     BATCH,
@@ -41,6 +39,7 @@ from tests.preflight.table import (
     scorer,
     sgd,
     step,
+    train,
     trains,
     validation_loss,
 )
@@ -174,16 +173,6 @@ def collates_without_some(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-@WRONG.case(ONE)
-def skips_batches_that_are_too_small(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            if len(x) < BATCH:
-                continue
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
 # -- gradients that are not those of a backward ---------------------------------------------------
 
 
@@ -193,8 +182,7 @@ def gradients_clamped_in_a_hook(trial: Any) -> None:
     for p in model.parameters():
         p.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @WRONG.case(ONE, "scorer")
@@ -234,25 +222,9 @@ def schedules_on_the_first_rank_only(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = trial.prepare(lr_scheduler.ExponentialLR(optimizer, 0.5))
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         if trial.rank == 0:
             schedule.step()
-
-
-@WRONG.case(ANY)
-def averages_gradients_once_more(trial: Any) -> None:
-    """The mean of what is equal."""
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            for p in model.parameters():
-                if trial.world_size > 1:
-                    dist.all_reduce(p.grad)
-                    p.grad /= trial.world_size
-            optimizer.step()
 
 
 @WRONG.case(ANY)
@@ -261,8 +233,7 @@ def is_initialised_by_rank(trial: Any) -> None:
     torch.manual_seed(trial.rank)
     model, optimizer = prepared(trial, scorer())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 # -- kept from batch to batch by each rank for itself ---------------------------------------------
@@ -316,18 +287,6 @@ for _kind, _shape, _words in (
     )
 
 
-@WRONG.case(ONE, "table")
-def table_per_sample(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    table = trial.state.setdefault("table", torch.zeros(43, 3))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, number in trial.batches("train_table", BATCH):
-            chances = model(x).softmax(1)
-            table[number] = 0.5 * table[number] + 0.5 * chances.detach().to(table)
-            drawn = (table[number] - chances).square().sum(1).mean()
-            step(optimizer, F.cross_entropy(model(x), y) + 3 * drawn)
-
-
 @WRONG.case(ONE, "scorer")
 def divides_by_its_mean_loss(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -346,17 +305,6 @@ def decays_by_the_samples_it_has_seen(trial: Any) -> None:
             trial.state["seen"] = trial.state.get("seen", 0) + len(x)
             optimizer.param_groups[0]["lr"] = 0.1 * math.exp(-trial.state["seen"] / 50)
             step(optimizer, F.cross_entropy(model(x), y))
-
-
-@WRONG.case(ONE, "schedule")
-def schedule_led_by_its_own_loss(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    schedule = trial.prepare(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            loss = F.cross_entropy(model(x), y)
-            step(optimizer, loss)
-        schedule.step(loss.item())
 
 
 @WRONG.case(ONE, "log_vars")
@@ -405,8 +353,7 @@ def reports(value_of: Callable[[Any, Any], float]) -> Any:
     def objective(trial: Any) -> None:
         model, optimizer = prepared(trial, scorer())
         for epoch in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
             with torch.no_grad():
                 trial.report(float(value_of(trial, model)), epoch)
 
@@ -484,8 +431,7 @@ def scheduler_is_not_prepared(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         schedule.step()
 
 
@@ -498,22 +444,6 @@ def averaged_model_is_not_prepared(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
             average.update_parameters(model)
         trial.report(validation_loss(trial, average), epoch)
-
-
-@WRONG.case(STAYS, "num_averaged")
-def swa_by_hand(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    mean = trial.prepare(copy.deepcopy(model))
-    num_averaged = 0
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        if epoch >= 4:
-            num_averaged += 1
-            with torch.no_grad():
-                for own, p in zip(mean.parameters(), model.parameters(), strict=True):
-                    own += (p - own) / num_averaged
-        trial.report(validation_loss(trial, mean), epoch)
 
 
 @WRONG.case(STAYS, "scaler")
@@ -546,8 +476,7 @@ def loads_half_of_its_state(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
     counts = trial.prepare(Forgetful())
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         counts.both += 1
 
 
@@ -556,19 +485,7 @@ def optimizer_is_not_prepared(trial: Any) -> None:
     model = trial.prepare(scorer())
     optimizer = sgd(model, momentum=0.9)
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
-@WRONG.case(STAYS, "optimizer")
-def optimizer_is_made_anew_in_the_middle(trial: Any) -> None:
-    model = trial.prepare(scorer())
-    optimizer = sgd(model)
-    for epoch in trial.epochs(EPOCHS):
-        if epoch == 4:
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 @WRONG.case(STAYS, "meter")
@@ -654,57 +571,16 @@ for _name, (_start, _use) in ATTRIBUTES.items():
 # -- what a move begins anew: variables -----------------------------------------------------------
 
 
-@WRONG.case(STAYS, "history")
-def list_from_the_middle_on(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    history = []
-    for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        if epoch >= 4:
-            history.append(validation_loss(trial, model))
-    return sum(history) / len(history)
-
-
 @WRONG.case(STAYS, "`best`", "trial.best_value")
 def best_in_a_variable(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     best = math.inf
     for epoch in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         loss = validation_loss(trial, model)
         best = min(best, loss)
         trial.report(loss, epoch)
     return best
-
-
-@WRONG.case(STAYS, "bad")
-def stops_early_by_variables(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    best, bad = math.inf, 0
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        loss = validation_loss(trial, model)
-        best, bad = (loss, 0) if loss < best else (best, bad + 1)
-        if bad == 5:
-            break
-    return best
-
-
-@WRONG.case(STAYS, "best_state")
-def best_weights_in_a_variable(trial: Any) -> float:
-    model, optimizer = prepared(trial, scorer())
-    best, best_state = math.inf, None
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        loss = validation_loss(trial, model)
-        if loss < best:
-            best, best_state = loss, copy.deepcopy(model.state_dict())
-    model.load_state_dict(best_state)
-    return validation_loss(trial, model)
 
 
 @WRONG.case(STAYS, "size")
@@ -723,24 +599,7 @@ def takes_rates_from_an_iterator(trial: Any) -> None:
     rates = itertools.cycle([0.1, 0.05, 0.02, 0.01])
     for _ in trial.epochs(EPOCHS):
         optimizer.param_groups[0]["lr"] = next(rates)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-
-
-@WRONG.case(STAYS, "count")
-def counts_in_a_closure(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    count = 0
-
-    def rate() -> float:
-        nonlocal count
-        count += 1
-        return 0.1 / count
-
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            optimizer.param_groups[0]["lr"] = rate()
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 class Trainer:
@@ -794,20 +653,6 @@ def counts_in_a_class(trial: Any) -> None:
             step(optimizer, F.cross_entropy(model(x), y))
 
 
-_best = math.inf
-
-
-@WRONG.case(STAYS, "_best")
-def best_in_a_global(trial: Any) -> float:
-    global _best
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        _best = min(_best, validation_loss(trial, model))
-    return _best
-
-
 @WRONG.case(STAYS)
 def generator_of_its_own(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
@@ -816,18 +661,6 @@ def generator_of_its_own(trial: Any) -> None:
         for x, y, _ in trial.batches("train_table", BATCH):
             noise = torch.rand((), generator=generator).to(x)
             step(optimizer, F.cross_entropy(model(x * (1 + noise)), y))
-
-
-@WRONG.case(STAYS)
-def python_generator_of_its_own(trial: Any) -> None:
-    model, optimizer = prepared(trial, network())
-    chance = random.Random(0)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            hidden = model.encoder(x)
-            if chance.random() < 0.5:  # stochastic depth
-                hidden = model.tanh(hidden)
-            step(optimizer, F.cross_entropy(model.scorer(hidden), y))
 
 
 @WRONG.case(STAYS, "`total`", "trial.totals")
@@ -860,8 +693,7 @@ def collects(make: Callable[[], Any], add: Callable[[Any, int], Any]) -> Any:
         model, optimizer = prepared(trial, scorer())
         kept = make()
         for epoch in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
             kept = add(kept, epoch) or kept
         assert kept is not None
 
@@ -894,26 +726,14 @@ for _name, (_start, _add) in COLLECTS.items():
 def loops_in_a_helper(trial: Any) -> None:
     model, optimizer = prepared(trial, scorer())
 
-    def train() -> None:
+    def fits() -> None:
         nonlocal best
         for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
             best -= 1
 
     best = 9.0
-    train()
-
-
-@WRONG.case(STAYS, "schedule")
-def saves_its_schedule_and_never_loads_it(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-        schedule.step()
-        trial.state["schedule"] = schedule.state_dict()
+    fits()
 
 
 @WRONG.case(STAYS, "total")
@@ -940,8 +760,7 @@ def best_of_a_second_loop(trial: Any) -> float:
             step(optimizer, model(x).square().mean())
     best = math.inf
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
         best = min(best, validation_loss(trial, model))
     return best
 
@@ -954,27 +773,15 @@ def draws(seed_of: Callable[[], int]) -> Any:
         torch.manual_seed(seed_of())
         model, optimizer = prepared(trial, scorer())
         for _ in trial.epochs(EPOCHS):
-            for x, y, _ in trial.batches("train_table", BATCH):
-                step(optimizer, F.cross_entropy(model(x), y))
+            train(trial, model, optimizer)
 
     return objective
 
 
 for _name, _seed_of in {
     "the clock": lambda: time.time_ns() % 2**32,
-    "the system": lambda: int.from_bytes(os.urandom(4), "big"),
-    "an unseeded generator": lambda: int(np.random.default_rng().integers(2**32)),
 }.items():
     WRONG.add(f"seeded by {_name}", draws(_seed_of), UNREPEATABLE)
-
-
-@WRONG.case(UNREPEATABLE)
-def mask_from_the_system(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            mask = torch.tensor([byte / 255 for byte in os.urandom(6)])
-            step(optimizer, F.cross_entropy(model(x * mask.to(x)), y))
 
 
 @WRONG.case(ONE, "it fails", "SIGABRT")
@@ -983,8 +790,7 @@ def aborts(trial: Any) -> None:
     for _ in trial.epochs(EPOCHS):
         if trial.rank == 1:
             os.kill(os.getpid(), signal.SIGABRT)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 def hangs(trial: Any) -> None:
@@ -992,8 +798,7 @@ def hangs(trial: Any) -> None:
     for _ in trial.epochs(EPOCHS):
         if trial.rank == 1:
             time.sleep(3600)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 def needs_two_devices(trial: Any, *, weights: Any) -> None:
@@ -1033,8 +838,7 @@ def suggests_in_a_late_epoch(trial: Any) -> None:
     for epoch in trial.epochs(EPOCHS):
         if epoch == EPOCHS - 1:
             trial.suggest_float("late", 0.0, 1.0)
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
 def wrapped(trial: Any, *, when: str) -> None:
@@ -1043,16 +847,21 @@ def wrapped(trial: Any, *, when: str) -> None:
     model, optimizer = prepared(trial, model)
     model = nn.parallel.DistributedDataParallel(model) if when == "after" else model
     for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
+        train(trial, model, optimizer)
 
 
-for _when in ("before", "after"):
+for _when, _verdict, _word in (
+    ("before", UNCHECKED, "DistributedDataParallel"),
+    ("after", ONE, "gradient"),
+):
     WRONG.add(
         f"DistributedDataParallel {_when} prepare",
         functools.partial(wrapped, when=_when),
-        *(UNCHECKED, "DistributedDataParallel"),
+        *(_verdict, _word),
     )
+WRONG.add(
+    "LBFGS by the loss of a part", functools.partial(lbfgs, is_shared=False), ONE, "prev_loss"
+)
 
 # -- batches of unlike weight at hand, which are refused on several devices -----------------------
 

@@ -185,6 +185,12 @@ def mean_of_classes(model: Any, x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
+def train(trial: Any, model: Any, optimizer: Any) -> None:
+    """An epoch of the plain loop."""
+    for x, y, _ in trial.batches("train_table", BATCH):
+        step(optimizer, mean_of_classes(model, x, y))
+
+
 def trains(
     loss_of: Callable[..., Tensor],
     make: Callable[[], nn.Module] = scorer,

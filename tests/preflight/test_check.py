@@ -26,7 +26,7 @@ SOME = """
     nt_xent, class_weights_of_the_batch, class_weights_from_the_middle_on, adapted_by_a_step,
     buffer: Queue, teacher_outputs_are_cached, reports: mean_of_means_of_batches, aborts,
     at hand: fetches_three_ahead, once wrong: two heads of equal size,
-    once wrong: embeds in two backwards, once wrong: a tensor of trial.state at_the_top,
+    once wrong: embeds in two backwards,
 
     attribute: tensor, attribute: deque, grows_its_batches_by_a_variable, best_in_a_variable,
     collects: set, sum_in_a_movable_pass, draws_between_folds, seeded by the clock, asks_a_service

@@ -12,7 +12,6 @@ from rank_pool import Failure, RankPool
 
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer import groups, nested
-from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import GroupSpec
 from tests.nursery import Nursery
 
@@ -56,10 +55,6 @@ def fleet(nursery: Nursery) -> Iterator[Fleet]:
     fleet.pool.close()
 
 
-def close(a: Any, b: Any, rtol: float = 1e-10) -> None:
-    torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
-
-
 def test_groups_leave_nothing_behind(fleet: Fleet) -> None:
     for seen in fleet.run(2, "resources", 12):
         assert all(hook for *_, hook in seen)
@@ -90,22 +85,6 @@ def test_a_rank_that_has_joined_in_vain_finds_others_later(fleet: Fleet) -> None
 def test_nobody_is_done_joining_before_all_have_joined(fleet: Fleet, tmp_path: Path) -> None:
     """Or a rank that leaves at once would leave others behind that still connect."""
     assert fleet.run(2, "join_late", str(tmp_path)) == [True, True]
-
-
-def test_alone_nothing_is_reduced() -> None:
-    assert collectives.all_reduce_sum({"a": 1}) == {"a": 1}
-    assert collectives.mean(3) == 3
-    groups.leave_group()
-
-
-def test_group_of_one_has_no_network() -> None:
-    spec = GroupSpec(
-        rank=0, world_size=1, prefix="x", store_host="nowhere.invalid", store_port=None
-    )
-    for _ in range(2):
-        groups.join_group(spec, "gloo", timeout_s=5)
-        assert groups.group_size() == 1
-        groups.leave_group()
 
 
 def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +119,6 @@ def test_what_moves_itself_is_asked_to() -> None:
     same = nested.map_tensors(data, lambda tensor: tensor + 1)
     assert same[:2] == data[:2]
     assert same[2] == 2
-
-
-def test_to_device_copies_containers() -> None:
-    data = {"x": torch.ones(1), "y": (torch.zeros(1), "label")}
-    moved = nested.to_device(data, torch.device("meta"))
-    assert moved["x"].is_meta
-    assert moved["y"][0].is_meta
-    assert moved["y"][1] == "label"
 
 
 @pytest.mark.filterwarnings("ignore:Local rank information")

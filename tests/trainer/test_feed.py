@@ -1,6 +1,5 @@
 """The last step of the data: to the device, a batch ahead, and finished there."""
 
-import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -99,13 +98,6 @@ def test_memory_of_a_batch_is_left_alone_until_it_has_been_read(stage, copies, m
     assert [int(data[0]) for _, data in ahead(batches(), *stage)] == [0, 1, 2]
 
 
-def test_who_leaves_early_leaves_nothing_on_its_way(stage, copies):
-    fed = ahead(map(batch, range(3)), *stage)
-    next(fed)
-    fed.close()
-    assert [number for what, number, _ in copies.told if what == "pinned"] == [0, 1]
-
-
 def test_who_leaves_while_a_batch_is_read_waits_for_that(stage, copies, monkeypatch):
     fed, waited = ahead(map(batch, range(3)), *stage), []
     next(fed)
@@ -159,28 +151,6 @@ def test_memory_is_free_after_a_pass_unless_the_device_has_failed(monkeypatch, h
     copies.forget()
 
 
-def test_what_fails_at_once_is_no_broken_thread():
-    """A device's error would be hidden behind that."""
-    assert feed_module._thread(torch.device("cuda", 0)).submit(int).result() == 0
-
-
-def test_memory_is_held_if_the_device_fails_during_a_copy(monkeypatch):
-    stream = Stream()
-    stream.record_event = lambda: stream.mark  # no such thing
-    monkeypatch.setattr(feed_module, "_side_stream", lambda device: stream)
-    gpu = SimpleNamespace(module=SimpleNamespace(stream=nullcontext))
-    monkeypatch.setattr(feed_module, "accelerator_of", lambda _: gpu)
-    copies = feed_module.Copies(torch.device("cpu"))
-    pinned = torch.zeros(2)
-    with pytest.raises(AttributeError):
-        copies.send(pinned)
-    memory = weakref.ref(pinned)
-    del pinned
-    gc.collect()
-    assert memory() is not None
-    copies.forget()
-
-
 def test_batches_are_finished_where_they_arrive(stage, copies):
     batches = [Batch(data=torch.full((2,), n), local_size=2, global_size=2) for n in range(2)]
     fed = [data for _, data in ahead(batches, *stage, lambda data: data * 0.5)]
@@ -217,8 +187,3 @@ def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors():
             assert batch.data[0].dtype == torch.uint8
             assert torch.equal(data[0], other.data[0])
             assert torch.equal(data[1], other.data[1])
-
-
-def test_user_collate_gets_finished_samples():
-    pipeline = SharedPipeline(train=Images(), collate_fn=list)
-    assert pipeline.packed().setup(1, finish_on_device=True).spec.dataset("train").finish is None

@@ -236,9 +236,9 @@ def test_a_device_that_is_lost_meanwhile_is_given_to_nobody_until_it_joins() -> 
     world.checked()
     while world.unanswered:
         world.decide()
-    assert all(check.device not in p.devices for p in world.controller._roster.pending.values())
+    assert all(check.device not in p.devices for p in world.controller._state.pending.values())
     world.tell(DeviceJoined(device=world.devices[check.device]))
-    assert check.device in world.controller._roster.idle
+    assert check.device in world.controller._state.idle
 
 
 def test_the_call_does_not_wait_for_a_check() -> None:

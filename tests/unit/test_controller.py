@@ -275,7 +275,7 @@ def test_every_device_gets_a_probe_at_once() -> None:
     world = World(num_devices=4, trials=10)
     assert launches(world.log) == [(0, (0,)), (1, (1,)), (2, (2,)), (3, (3,))]
     assert all(launch.probe and launch.measure for launch in world.runs.values())
-    assert {t.status for t in world.controller._roster.trials.values()} == {Status.PROBING}
+    assert {t.status for t in world.controller._state.trials.values()} == {Status.PROBING}
 
 
 def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:

@@ -28,11 +28,9 @@ from optuna_fleet.virtual_workers.partition import (
 )
 from optuna_fleet.virtual_workers.predictions import (
     Servers,
-    best_partitions,
     partitions_under_load,
     pipeline_rate,
     sync_seconds,
-    waves_rate,
 )
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
@@ -121,16 +119,6 @@ def test_local_servers_keep_updates_within_nodes():
     assert spread == ((32.0, 32.0),) * 4
 
 
-def test_servers_are_not_local_to_layers_on_unlike_nodes():
-    layers = layers_of(4, parameters=1.0)
-    workers = [
-        best_partition(PartitionProblem(layers=layers, devices=devices))
-        for devices in node_partition(nodes("VR"))
-    ]
-    with pytest.raises(AssertionError, match="unlike nodes"):
-        sync_seconds(workers, layers, Links(), Servers.LOCAL)
-
-
 def test_virtual_workers_slow_down_each_others_transfers():
     layers = layers_of(8, cut=3.0)
     problem = PartitionProblem(
@@ -160,20 +148,6 @@ def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flus
     assert 0.5 * predicted <= found <= 1.4 * predicted
 
 
-def test_a_straggler_makes_pipelines_worth_it():
-    # Whole models wait for Q; pipelines give it fewer layers.
-    layers, devices = layers_of(24), nodes("VQ")
-    whole, pipelines = (
-        best_partitions(
-            PartitionProblem(layers=layers, devices=devices, in_flight=3),
-            equal_distribution(devices, n),
-        )
-        for n in (8, 4)
-    )
-    fast = waves_rate(pipelines, layers, Links(), 3, Servers.LOCAL)
-    assert fast > 1.3 * waves_rate(whole, layers, Links(), 3, Servers.ROUND_ROBIN)
-
-
 # -- batches in parts -----------------------------------------------------------------------------
 
 WIRES = Links(within=Link(bytes_per_s=100.0), between=Link(bytes_per_s=10.0))
@@ -193,7 +167,7 @@ def flushed(kinds, *, num_parts=4, num_layers=8, **more):
         links=WIRES,
         memory=Memory(copies=2, keeps_versions=False),
     )
-    return best_flushed_layout(problem, **options)
+    return best_flushed_layout(problem, **options)[0]
 
 
 def test_a_model_that_fits_is_on_each_device_unless_its_gradients_take_too_long():
@@ -203,15 +177,11 @@ def test_a_model_that_fits_is_on_each_device_unless_its_gradients_take_too_long(
     assert light.batch_s == pytest.approx(2 * 8 * 300 / 112 + 2 * 4 / 100)
     heavy = flushed("VV", parameters=1000.0)
     assert not heavy.shares
-    assert "2 x 1 is expected to take" in heavy.reason
 
 
 def test_what_does_not_fit_on_each_device_is_a_pipeline():
     found = flushed("VV", parameters=10.0, memory=100.0)
-    assert (found.partitions[0].cuts, found.reason) == (
-        (4,),
-        "1 x 2, as the model does not fit on each device.",
-    )
+    assert found.partitions[0].cuts == (4,)
     assert flushed("VV", parameters=10.0, memory=160.0).shares == (2, 2)
     with pytest.raises(DoesNotFit):
         flushed("VV", parameters=10.0, memory=70.0)
@@ -248,10 +218,6 @@ def test_what_a_pipeline_sends_at_a_flush_speaks_against_it():
     kept, sent = (flushed("VV", parameters=400.0, exchanged_bytes=number) for number in (0.0, 1e5))
     assert not kept.shares
     assert sent.shares == (2, 2)
-
-
-def test_slow_devices_get_fewer_parts():
-    assert flushed("VQ", num_parts=8).shares == (6, 2)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 6))

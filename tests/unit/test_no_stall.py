@@ -227,11 +227,11 @@ class World:
     # -- what must hold after each event ----------------------------------------------------------
 
     def check(self) -> None:
-        roster = self.controller._roster
-        promised = [d for a in roster.pending.values() for d in a.devices]
+        state = self.controller._state
+        promised = [d for a in state.pending.values() for d in a.devices]
         assert len(promised) == len(set(promised)), "a device is promised twice"
-        for number, assignment in roster.pending.items():
-            assert roster.can_serve(assignment), f"trial {number} waits for what never falls free"
+        for number, assignment in state.pending.items():
+            assert state.can_serve(assignment), f"trial {number} waits for what never falls free"
         for run in self.runs.values():
             if run.has_refused and run.goes_on:
                 assert not set(promised) & set(run.left), "somebody waits for who stays"
@@ -240,15 +240,15 @@ class World:
         free = self.devices - busy - set(promised).union(*ending)
         waiting = [
             number
-            for number, trial in roster.trials.items()
-            if trial.status in (Status.WAITING, Status.PROPOSED) and number not in roster.pending
+            for number, trial in state.trials.items()
+            if trial.status in (Status.WAITING, Status.PROPOSED) and number not in state.pending
         ]
         if self.unanswered:
             return
         wide = [number for number in waiting if self.min_devices(number) > 1]
         planner = self.controller._planner
         if not planner.takes_new:  # a round is under way: what its trials leave stays free
-            waiting = [n for n in waiting if planner.may_start(roster.trials[n])]
+            waiting = [n for n in waiting if planner.may_start(state.trials[n])]
         for number in set(waiting).difference(wide):
             usable = {device for device in free if self.may_start(number, device)}
             assert not usable, f"{usable} are idle while trial {number} waits"
@@ -258,7 +258,7 @@ class World:
 
     def may_start(self, number: int, device: int) -> bool:
         """With its last restart a trial waits for a node that it was not lost on."""
-        trial, avoidance = self.controller._roster.trials[number], self.controller._avoidance
+        trial, avoidance = self.controller._state.trials[number], self.controller._avoidance
         node = next(known.node for known in self.fleet if known.index == device)
         return node not in trial.lost_on or not avoidance.waits(trial)
 

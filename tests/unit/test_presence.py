@@ -122,7 +122,7 @@ def test_a_problem_is_about_the_devices_that_are_there_node_by_node() -> None:
     sweep = Sweep(trials=1, paradigm="elastic")
     sweep.tell(joined(6, node=8), joined(3, node=8), joined(4, node=2), joined(9, node=2))
     sweep.tell(*node_leaves(4, 9), joined(1, node=2))
-    (run_id,) = sweep.controller._roster.runs
+    (run_id,) = sweep.controller._state.runs
     sweep.tell(reached(run_id, "s"), RateMeasured(run_id=run_id, samples_per_s=10.0))
     sweep.tell(RankEnded(run_id=run_id, device=3, ending=Ending.YIELDED))
     assert sweep.problems[-1].nodes == ((1,), (3, 6))
@@ -242,7 +242,7 @@ def test_who_is_on_a_device_that_leaves_goes_elsewhere_before(paradigm: Any) -> 
     assert launches(sweep.tell(joined(5, node=1))) == [(0, (5,))]
     sweep.tell(*node_leaves(0))
     sweep.tell(joined(0))
-    assert 0 in sweep.controller._roster.idle
+    assert 0 in sweep.controller._state.idle
 
 
 def test_who_may_be_left_within_an_epoch_leaves_at_once() -> None:

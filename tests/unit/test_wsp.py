@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.virtual_workers.directory import pieces_of, pieces_within
 from optuna_fleet.virtual_workers.wsp import (
     Flush,
     Pass,
@@ -88,10 +87,3 @@ def test_messages_out_of_order_are_noticed():
 def test_credits_are_what_memory_was_counted_for():
     assert [held_minibatches(q, 4, 7) for q in range(4)] == [7, 5, 3, 1]
     assert [held_minibatches(q, 4, 2) for q in range(4)] == [2, 2, 2, 1]
-
-
-def test_pieces_are_what_no_virtual_worker_cuts():
-    pieces = pieces_of([(3, 6), (4, 6)], 9)
-    assert pieces == ((0, 3), (3, 4), (4, 6), (6, 9))
-    assert pieces_within(pieces, 0, 4) == ((0, 3), (3, 4))
-    assert pieces_of([(2,), (2,)], 4) == ((0, 2), (2, 4))

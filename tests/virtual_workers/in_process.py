@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optuna_fleet.virtual_workers.agreement import names_by_piece
-from optuna_fleet.virtual_workers.directory import Directory
-from optuna_fleet.virtual_workers.parameter_server import ParameterServer, ServerClient
-from optuna_fleet.virtual_workers.stage import Loss, Observer, PipelineStage
+from optuna_fleet.virtual_workers.parameter_server import (
+    Directory,
+    ParameterServer,
+    ServerClient,
+)
+from optuna_fleet.virtual_workers.stage import Loss, PassDone, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import (
-    Address,
-    Inputs,
     Message,
-    ServerAddress,
+    Pull,
+    Push,
     StageAddress,
-    Targets,
     Tensors,
+    ToStage,
 )
 from optuna_fleet.virtual_workers.versions import (
     FlushedWeights,
@@ -39,6 +40,9 @@ from optuna_fleet.virtual_workers.versions import (
 from optuna_fleet.virtual_workers.whole import parameters_of, part_of
 from optuna_fleet.virtual_workers.wsp import Flush, Turn, WaveSynchronous
 
+Address = StageAddress | int
+"""A server's is the piece that it has."""
+Observer = Callable[[StageAddress, PassDone], None]
 Seconds = Callable[[StageAddress, Turn], float]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Batches = Callable[[int, int], tuple[Any, Any]]
@@ -75,12 +79,10 @@ class Blueprint:
         """With a rank for each stage, all on one node."""
         ranks = count()
         of_workers = [[next(ranks) for _ in (*cuts, ())] for cuts in self.cuts]
-        layers, nodes = [1.0] * len(self.model), [0] * next(ranks)
+        layers, nodes = dict.fromkeys(self.model._modules, 1.0), [0] * next(ranks)
         return Directory.of(of_workers, self.cuts, layers, nodes, has_servers=not self.is_alone)
 
-    def stage(
-        self, address: StageAddress, transport: InProcess, observer: Observer | None
-    ) -> PipelineStage:
+    def stage(self, address: StageAddress, transport: InProcess) -> PipelineStage:
         """Make a stage; copies of its part, so that virtual workers share nothing."""
         bounds = (0, *self.cuts[address.worker], len(self.model))
         part = part_of(self.model, bounds[address.stage], bounds[address.stage + 1])
@@ -94,16 +96,15 @@ class Blueprint:
             weights=self._weights(address, part, transport),
             schedule=self.schedule,
             transport=transport,
-            observer=observer,
         )
 
-    def server(self, address: ServerAddress, transport: InProcess) -> ParameterServer:
+    def server(self, piece: int, transport: InProcess) -> ParameterServer:
         """Make a parameter server."""
         assert isinstance(self.schedule, WaveSynchronous)
         assert self.schedule.clock_distance is not None
         return ParameterServer(
-            address=address,
-            weights=parameters_of(part_of(self.model, *self.directory.pieces[address.piece])),
+            piece=piece,
+            weights=parameters_of(part_of(self.model, *self.directory.pieces[piece])),
             num_workers=len(self.cuts),
             clock_distance=self.schedule.clock_distance,
             transport=transport,
@@ -117,8 +118,7 @@ class Blueprint:
             return FlushedWeights(parameters, optimizer, size, lambda parameters: None)
         client = None
         if not self.is_alone:
-            names = names_by_piece(self.model, self.directory, address)
-            client = ServerClient(address, names, transport)
+            client = ServerClient(address, self.directory, transport)
         rule = SgdRule(optimizer, parameters.items())
         return VersionedWeights(parameters, rule, self.schedule.wave_size, client)
 
@@ -132,38 +132,50 @@ class InProcess:
     """
 
     def __init__(
-        self,
-        pass_s: Seconds | None = None,
-        latency_s: Callable[[Address, Address], float] | None = None,
+        self, pass_s: Seconds | None = None, latency_s: Callable[[], float] | None = None
     ) -> None:
         self._pass_s = pass_s or (lambda _address, _turn: 1.0)
-        self._latency_s = latency_s or (lambda _sender, _to: 0.0)
-        self._actors: dict[Address, PipelineStage | ParameterServer] = {}
-        self._busy: set[Address] = set()
-        self._sent: list[tuple[Address, Address, Message]] | None = None
-        self._arrival_s: dict[tuple[Address, Address], float] = {}
+        self._latency_s = latency_s or (lambda: 0.0)
+        self._observe: Observer | None = None
+        self._stages: dict[StageAddress, PipelineStage] = {}
+        self._servers: dict[int, ParameterServer] = {}
+        self._busy: set[StageAddress] = set()
+        self._speaks: Address | None = None
+        self._sent: list[tuple[Address, Message]] | None = None
+        self._arrival_s: dict[tuple[Address | None, Address], float] = {}
         self._events: list[tuple[float, int, partial[None]]] = []
         self._order = count()
         self.now_s = 0.0
 
-    def connect(self, address: Address, actor: PipelineStage | ParameterServer) -> None:
-        """From now on messages to this address are the actor's."""
-        self._actors[address] = actor
+    def connect(
+        self,
+        stages: dict[StageAddress, PipelineStage],
+        servers: dict[int, ParameterServer],
+        observe: Observer | None,
+    ) -> None:
+        """From now on messages are theirs."""
+        self._stages, self._servers, self._observe = stages, servers, observe
 
-    def send(self, sender: Address, to: Address, message: Message) -> None:
+    def send(self, to: StageAddress, message: ToStage) -> None:
+        self._say(to, message)
+
+    def ask(self, message: Push | Pull) -> None:
+        self._say(message.piece, message)
+
+    def _say(self, to: Address, message: Message) -> None:
         """What a pass sends leaves when the pass is over."""
         if self._sent is not None:
-            self._sent.append((sender, to, message))
+            self._sent.append((to, message))
             return
-        edge = (sender, to)
-        arrival_s = max(self.now_s + self._latency_s(*edge), self._arrival_s.get(edge, 0.0))
+        edge = (self._speaks, to)
+        arrival_s = max(self.now_s + self._latency_s(), self._arrival_s.get(edge, 0.0))
         self._arrival_s[edge] = arrival_s  # in order, whatever the latencies
         self._at(arrival_s, partial(self._deliver, to, message))
 
     def run(self) -> None:
         """Go on until nothing is left to do."""
-        for actor in self._actors.values():
-            self._go_on(actor)
+        for stage in self._stages.values():
+            self._go_on(stage)
         while self._events:
             self.now_s, _, event = heapq.heappop(self._events)
             event()
@@ -172,28 +184,34 @@ class InProcess:
         heapq.heappush(self._events, (when_s, next(self._order), event))
 
     def _deliver(self, to: Address, message: Message) -> None:
-        actor = self._actors[to]
-        actor.receive(message)
-        self._go_on(actor)
+        self._speaks = to
+        if isinstance(message, Push | Pull):
+            self._servers[message.piece].receive(message)
+            return
+        assert isinstance(to, StageAddress)
+        self._stages[to].receive(message)
+        self._go_on(self._stages[to])
 
-    def _go_on(self, actor: PipelineStage | ParameterServer) -> None:
-        if isinstance(actor, ParameterServer) or actor.address in self._busy:
+    def _go_on(self, stage: PipelineStage) -> None:
+        self._speaks = stage.address
+        if stage.address in self._busy or (turn := stage.next_turn()) is None:
             return
-        if (turn := actor.next_turn()) is None:
-            return
-        self._busy.add(actor.address)
-        sent: list[tuple[Address, Address, Message]] = []
+        self._busy.add(stage.address)
+        sent: list[tuple[Address, Message]] = []
         self._sent = sent
-        actor.run(turn)
+        done = stage.run(turn)
         self._sent = None
-        duration_s = self._pass_s(actor.address, turn)
-        self._at(self.now_s + duration_s, partial(self._end, actor, sent))
+        if self._observe is not None:
+            self._observe(stage.address, done)
+        duration_s = self._pass_s(stage.address, turn)
+        self._at(self.now_s + duration_s, partial(self._end, stage, sent))
 
-    def _end(self, actor: PipelineStage, sent: list[tuple[Address, Address, Message]]) -> None:
-        self._busy.discard(actor.address)
-        for sender, to, message in sent:
-            self.send(sender, to, message)
-        self._go_on(actor)
+    def _end(self, stage: PipelineStage, sent: list[tuple[Address, Message]]) -> None:
+        self._busy.discard(stage.address)
+        self._speaks = stage.address
+        for to, message in sent:
+            self._say(to, message)
+        self._go_on(stage)
 
 
 class Workers:
@@ -203,24 +221,19 @@ class Workers:
         self, blueprint: Blueprint, transport: InProcess, observer: Observer | None = None
     ) -> None:
         directory = blueprint.directory
-        self.stages = {a: blueprint.stage(a, transport, observer) for a in directory.stages}
-        servers = map(ServerAddress, range(len(directory.hosts)))
-        self.servers = {a: blueprint.server(a, transport) for a in servers}
-        for address, actor in (*self.stages.items(), *self.servers.items()):
-            transport.connect(address, actor)
+        self.stages = {a: blueprint.stage(a, transport) for a in directory.stages}
+        self.servers = {p: blueprint.server(p, transport) for p in range(len(directory.hosts))}
+        transport.connect(self.stages, self.servers, observer)
 
     def give(self, batches: Batches, num_minibatches: int) -> None:
         """Give so many minibatches to each virtual worker; `InProcess.run` trains them."""
-        for worker, last in {a.worker: a.stage for a in sorted(self.stages)}.items():
+        for address, stage in self.stages.items():
             for number in range(1, num_minibatches + 1):
-                inputs, targets = batches(worker, number)
-                first, end = StageAddress(worker, 0), StageAddress(worker, last)
-                self.stages[first].receive(Inputs(number=number, values=inputs))
-                self.stages[end].receive(Targets(number=number, values=targets))
+                stage.give(number, *batches(address.worker, number))
 
     def weights(self) -> dict[str, Tensor]:
         """What training came to: of the servers, or of all stages of the only virtual worker."""
         parts: list[Tensors] = [server.weights for server in self.servers.values()]
         if not parts:
-            parts = [stage.weights.latest() for stage in self.stages.values()]
+            parts = [stage.weights.latest() for stage in self.stages.values()]  # type: ignore
         return {name: w.detach() for part in parts for name, w in part.items()}

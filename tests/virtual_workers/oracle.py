@@ -8,7 +8,6 @@ from in_process import Blueprint, InProcess, Workers
 from torch import nn
 from torch.func import functional_call
 
-from optuna_fleet.virtual_workers.stage import PassDone
 from optuna_fleet.virtual_workers.wsp import Pass
 
 LR = 0.05
@@ -36,24 +35,24 @@ class Run:
 
     blueprint: Blueprint
     transport: InProcess
-    passes: list[PassDone] = field(default_factory=list)
+    passes: list = field(default_factory=list)
     workers: Workers | None = None
 
-    def note(self, done):
-        self.passes.append(done)
+    def note(self, address, done):
+        self.passes.append((address, done))
 
     @property
     def starts(self):
         """(virtual worker, minibatch, tag) as first stages started them."""
         return [
-            (done.address.worker, done.turn.number, done.tag)
-            for done in self.passes
-            if done.address.stage == 0 and done.turn.what is Pass.FORWARD
+            (address.worker, done.turn.number, done.tag)
+            for address, done in self.passes
+            if address.stage == 0 and done.turn.what is Pass.FORWARD
         ]
 
     @property
     def losses(self):
-        firsts = [done for done in self.passes if done.address.stage == 0]
+        firsts = [done for address, done in self.passes if address.stage == 0]
         return [done.loss.item() for done in firsts if done.loss is not None]
 
 
@@ -63,7 +62,7 @@ def train(blueprint, num_waves, *, batches=batch, pass_s=None, latency_s=None):
     run.workers = Workers(blueprint, run.transport, run.note)
     run.workers.give(batches, num_waves * blueprint.schedule.wave_size)
     run.transport.run()
-    ended = Counter((d.address, d.turn.what) for d in run.passes)
+    ended = Counter((address, done.turn.what) for address, done in run.passes)
     assert set(ended.values()) == {num_waves * blueprint.schedule.wave_size}, "some never ended"
     return run
 

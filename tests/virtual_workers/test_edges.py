@@ -12,19 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet.virtual_workers.directory import Directory
 from optuna_fleet.virtual_workers.edges import Edges
-from optuna_fleet.virtual_workers.parameter_server import ParameterServer
+from optuna_fleet.virtual_workers.parameter_server import Directory, ParameterServer
 from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Gradients,
-    Pull,
     Push,
-    ServerAddress,
-    Snapshot,
     StageAddress,
 )
-from optuna_fleet.virtual_workers.wsp import Tag
 
 
 def connected(directory: Directory, room: int = 10) -> list[Edges]:
@@ -42,7 +37,7 @@ def connected(directory: Directory, room: int = 10) -> list[Edges]:
 
 @pytest.fixture
 def two_stages() -> Iterator[list[Edges]]:
-    on = Directory.of(((0, 1),), ((1,),), [1.0] * 2, [0, 0], has_servers=False)
+    on = Directory.of(((0, 1),), ((1,),), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=False)
     edges = connected(on)
     yield edges
     close(edges)
@@ -65,7 +60,7 @@ def activations(number: int, size: int = 3) -> Activations:
         "x": torch.full((size,), float(number)),
         "others": [torch.tensor([True]), complex_ones],
     }
-    return Activations(number=number, tag=Tag(number, 7), values=values)
+    return Activations(number, number, 7, values)
 
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])
@@ -75,7 +70,7 @@ def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges], default
     said = [activations(*one) for one in ((1, 3), (2, 3), (3, 5))]  # the third is described anew
     with torch.device(default):
         for one in said:
-            first.send(FIRST, SECOND, one)
+            first.send(SECOND, one)
     for one in said:
         found = second.receive()
         assert isinstance(found, Activations)
@@ -84,13 +79,12 @@ def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges], default
         mask, complex_ones = found.values["others"]
         assert mask.dtype == torch.bool
         assert torch.equal(complex_ones, one.values["others"][1])
-    second.send(
-        SECOND, FIRST, Gradients(number=1, values=(torch.ones(2), None), loss=torch.tensor(0.5))
-    )
+    second.send(FIRST, Gradients(1, (torch.tensor(0.5), (torch.ones(2), None))))
     back = first.receive()
     assert isinstance(back, Gradients)
-    assert back.loss == 0.5
-    assert back.values[1] is None
+    loss, gradients = back.loss_and_gradients
+    assert loss == 0.5
+    assert gradients[1] is None
 
     def gathered(edges: Edges) -> object:
         own = {"x": torch.ones(2, device="cpu")}
@@ -107,7 +101,7 @@ def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -
     """A stage that has ended its last pass goes while its neighbour still reads."""
     first, second = two_stages
     for number in (1, 2):
-        first.send(FIRST, SECOND, activations(number))
+        first.send(SECOND, activations(number))
     ends = threading.Thread(target=first.close, kwargs={"alone": True})
     ends.start()
     ends.join()
@@ -121,7 +115,9 @@ def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -
 
 
 def test_who_fails_at_the_very_end_does_not_keep_those_who_wait_for_all() -> None:
-    on = Directory.of(((0, 1, 2),), ((1, 2),), [1.0] * 3, [0, 0, 0], has_servers=False)
+    on = Directory.of(
+        ((0, 1, 2),), ((1, 2),), dict.fromkeys("012", 1.0), [0, 0, 0], has_servers=False
+    )
     edges = connected(on)
     edges[2].close(alone=True)
     close(edges[:2])  # the second has heard of it, the first has not
@@ -154,33 +150,8 @@ def test_who_can_not_give_what_it_holds_is_not_waited_for(
             gathered.result()
 
 
-def test_servers_answer_while_the_stage_beside_them_does_something_else() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
-    assert on.hosts == (0,)
-    edges = connected(on)
-    server = ParameterServer(
-        address=ServerAddress(0),
-        weights={"w": torch.tensor(1.0)},
-        num_workers=2,
-        clock_distance=0,
-        transport=edges[0],
-    )
-    edges[0].host({0: server})
-    for worker, update in ((0, 10.0), (1, 100.0)):
-        stage = StageAddress(worker, 0)
-        push = Push(worker=worker, wave=0, updates={"w": torch.tensor(update)})
-        edges[worker].send(stage, ServerAddress(0), push)
-        pull = Pull(asker=stage, clock=1, exactly=True)
-        edges[worker].send(stage, ServerAddress(0), pull)
-    for one in edges[1], edges[0]:  # nobody has looked at what rank 0 got
-        found = one.receive()
-        assert isinstance(found, Snapshot)
-        assert (found.clock, found.weights["w"].item()) == (1, 111.0)
-    close(edges)
-
-
 def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
+    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=True)
     edges = connected(on)
     ends = threading.Thread(target=edges[1].close, kwargs={"alone": False})
     ends.start()
@@ -193,12 +164,12 @@ def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:
 
 
 def test_a_servers_error_is_told_by_the_stage_beside_it() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
+    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=True)
     edges = connected(on)
     edges[0].host(
         {
             0: ParameterServer(
-                address=ServerAddress(0),
+                piece=0,
                 weights={},
                 num_workers=2,
                 clock_distance=0,
@@ -207,7 +178,7 @@ def test_a_servers_error_is_told_by_the_stage_beside_it() -> None:
         }
     )
     for wave in (0, 0):
-        edges[1].send(StageAddress(1, 0), ServerAddress(0), Push(worker=1, wave=wave, updates={}))
+        edges[1].ask(Push(0, 1, wave, {}))
     with pytest.raises(AssertionError, match="pushed wave 0, but 1 is next"):
         edges[0].receive()
     close(edges)

@@ -164,64 +164,6 @@ def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
         assert found["found"] == pytest.approx(expected["found"], rel=1e-12)
 
 
-def repeats_a_layer() -> nn.Sequential:
-    again = nn.Linear(36, 36)
-    return nn.Sequential(nn.Flatten(), again, nn.Tanh(), again, nn.Linear(36, 3)).double()
-
-
-def is_as_plain(trial: Any) -> float:
-    """The largest difference from a plain loop over the same batch."""
-    model, images, labels = (
-        repeats_a_layer(),
-        torch.randn(8, 1, 6, 6).double(),
-        torch.arange(8) % 3,
-    )
-    plain = copy.deepcopy(model)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, plain)]
-    pipeline = trial.pipeline(model, optimizers[0], F.cross_entropy, max_grad_norm=0.1)
-    for _ in range(3):
-        pipeline.step(images, labels)
-        plain.zero_grad()
-        F.cross_entropy(plain(images), labels).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        optimizers[1].step()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(float((some - other).detach().abs().max()) for some, other in pairs)
-
-
-def test_a_module_that_is_several_layers_trains_as_in_a_plain_loop() -> None:
-    study = optuna.create_study()
-    with FleetExecutor(cluster="inline") as fleet:
-        study.optimize(is_as_plain, n_trials=1, executor=fleet)
-    assert study.best_value < 1e-9
-
-
-class Centred(nn.Module):
-    """Takes off a mean that it keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean((0, 1, 2)), 0.1)
-        return x - self.mean
-
-
-def is_evaluated_first(trial: Any) -> float:
-    model = layers().insert(0, Centred().double()).append(Taking(0.03))
-    with emulated():
-        pipeline = trial.pipeline(model, momentum(model.parameters(), 0.1), F.cross_entropy)
-        for _ in trial.epochs(1):
-            pipeline.evaluate(trial.batches("val", batch_size=8), is_right)
-    return pipeline.num_virtual_workers
-
-
-def test_layers_that_change_buffers_are_in_stages_though_evaluated_first(fleet: Any) -> None:
-    assert run(fleet, is_evaluated_first, Leg((0, 1, 2))).value == 1
-
-
 def clamps_gradients(model: nn.Module) -> None:
     """By hooks, which are called as soon as a batch's gradients are there."""
 
@@ -319,20 +261,6 @@ def test_weights_that_are_elsewhere_are_not_passed_over(fleet: Any) -> None:
     assert run(fleet, averages_by_hand, Leg((0,))).state is optuna.trial.TrialState.COMPLETE
     with pytest.raises(FleetConfigError, match=r"`lerp_` was .* on another rank"):
         run(fleet, averages_by_hand, Leg((0, 1)))
-
-
-def trains_what_is_not_the_model_s(trial: Any) -> float:
-    made: list[torch.optim.Optimizer] = []
-
-    def make(parameters: Any, lr: float) -> torch.optim.Optimizer:
-        made.append(momentum(parameters, lr))
-        return made[0]
-
-    def at_epoch(epoch: int) -> None:
-        if epoch == 1:
-            made[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-
-    return trains(trial, options=FLUSHED, make=make, at_epoch=at_epoch)
 
 
 def test_without_flushes_nothing_is_thawed() -> None:
@@ -460,12 +388,6 @@ def test_nonsense_is_refused_with_what_to_do(objective: Any, told: str) -> None:
     study = optuna.create_study()
     with FleetExecutor(cluster="inline") as fleet, pytest.raises(FleetConfigError, match=told):
         study.optimize(objective, n_trials=1, executor=fleet)
-
-
-def test_parameters_that_are_not_the_model_s_are_refused_when_they_come(fleet: Any) -> None:
-    for devices in ((0,), (0, 1)):
-        with pytest.raises(FleetConfigError, match="has 1 parameters that are not the model's"):
-            run(fleet, trains_what_is_not_the_model_s, Leg(devices))
 
 
 def test_what_does_not_fit_on_a_device_gets_as_many_as_it_needs() -> None:

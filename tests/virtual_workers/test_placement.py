@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from optuna_fleet.virtual_workers.agreement import Statistics
+from optuna_fleet.virtual_workers.measuring import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.minibatches import microbatches
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
-from optuna_fleet.virtual_workers.placing import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices
-from optuna_fleet.virtual_workers.whole import part_of
+from optuna_fleet.virtual_workers.sums import Statistics
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
@@ -31,11 +30,6 @@ def demand(memory_bytes: float, blocks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) ->
     return Demand(blocks=blocks, in_flight=4, memory=memory, memory_bytes=memory_bytes)
 
 
-def test_slow_devices_get_fewer_layers() -> None:
-    placed = demand(1e3).place([[LAYER] * 6, [SLOW] * 6])
-    assert (placed.cuts, placed.ranks) in [(((4,),), ((0, 1),)), (((2,),), ((1, 0),))]
-
-
 def test_layers_stay_together_that_share_parameters() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
     assert blocks_of(model, may_part_ties=False) == (1, 2, 3, 4, 5)
@@ -45,22 +39,6 @@ def test_layers_stay_together_that_share_parameters() -> None:
     model[4] = nn.Sequential(model[2])  # a module, of which there can't be a copy
     assert blocks_of(model, may_part_ties=True) == (1, 2, 5)
     assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [((1,),), ((4,),)]
-
-
-def test_a_module_may_be_several_layers() -> None:
-    activation = nn.ReLU()
-    model = nn.Sequential(nn.Linear(2, 2), activation, nn.Linear(2, 2), activation)
-    assert list(part_of(model, 2, 4)) == list(model)[2:]
-    assert list(part_of(model, 0, 4).state_dict()) == list(model.state_dict())
-
-
-def test_where_memory_is_short_stages_hold_fewer_parts() -> None:
-    def most_held(memory_bytes: float) -> int:
-        return demand(memory_bytes).place([[LAYER] * 6] * 2).held
-
-    assert [most_held(memory) for memory in (1e3, 50.0, 40.0)] == [4, 2, 1]
-    with pytest.raises(DoesNotFit):
-        most_held(30.0)
 
 
 def test_the_whole_model_is_on_each_rank_that_has_the_memory_if_that_is_faster() -> None:
@@ -73,13 +51,6 @@ def test_the_whole_model_is_on_each_rank_that_has_the_memory_if_that_is_faster()
     assert may.place([[light] * 6] * 2, unlike).shares == ()
     heavy = replace(LAYER, parameter_bytes=1e10)
     assert replace(may, memory_bytes=1e12).place([[heavy] * 6] * 2).shares == ()
-
-
-def test_a_stage_is_no_larger_than_the_memory_of_its_own_rank() -> None:
-    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 24.0))
-    placed = demand(1e3).place([[LAYER] * 6] * 2, unlike)
-    stages = dict(zip(placed.ranks[0], (placed.cuts[0][0], 6 - placed.cuts[0][0]), strict=True))
-    assert stages == {0: 4, 1: 2}
 
 
 def test_devices_of_about_the_same_memory_are_not_told_apart() -> None:
@@ -191,10 +162,9 @@ def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
             kept[-1].begin()
             for part in parts[first : first + shares[rank]]:
                 model(part)
-        calls = summed([statistics.calls() for statistics in kept])
-        left = summed([statistics.left(calls) for statistics in kept])
+        rows = summed([statistics.rows() for statistics in kept])
         for statistics in kept:
-            statistics.take(left, calls)
+            statistics.take(rows)
     for model in ranks:
         for name, expected in alone.state_dict().items():
             assert torch.allclose(model.state_dict()[name], expected, rtol=1e-14, atol=0), name
@@ -227,15 +197,6 @@ def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
     assert placed.cuts in [((4,), (4,)), ((2,), (2,))]
     assert sorted(map(sorted, placed.ranks)) == [[0, 1], [2, 3]]
     assert 0 in placed.ranks[0]
-
-
-def test_nodes_are_dealt_to_all_virtual_workers() -> None:
-    """ED: each has a device of either node, so the servers of a stage can be on its node."""
-    on = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
-    placed = several(2).place([[LAYER] * 6] * 4, on)
-    assert sorted(map(sorted, placed.ranks)) == [[0, 2], [1, 3]]
-    free = several(None).place([[LAYER] * 6, [SLOW] * 6] * 2, on)
-    assert sorted(rank for ranks in free.ranks for rank in ranks) == [0, 1, 2, 3]
 
 
 def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:

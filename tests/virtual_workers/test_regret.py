@@ -55,9 +55,9 @@ def falling(output, targets):
     return targets[1] * (output[1] - targets[0]).abs()
 
 
-def lost_at(done):
+def lost_at(address, done):
     """When, and by how much its loss was above that of BEST."""
-    t = time_of(done.address.worker, done.turn.number)
+    t = time_of(address.worker, done.turn.number)
     x, y = sample(t)
     return t, done.loss.item() * math.sqrt(t) - (x @ BEST - y).abs().item()
 
@@ -77,11 +77,11 @@ def test_regret_keeps_to_the_theorem_and_weights_to_its_staleness(distance):
     )
     num_waves = NUM_MINIBATCHES // (own + 1)
     run = train(plan, num_waves, batches=given, pass_s=lambda address, _: 1 + address.worker)
-    for done in run.passes:  # of every stage
+    for _, done in run.passes:  # of every stage
         number, tag = done.turn.number, done.tag
         assert number - 1 - tag.local <= own
         assert number - 1 - tag.clock * (own + 1) <= others
-    lost = dict(lost_at(done) for done in run.passes if done.loss is not None)
+    lost = dict(lost_at(*each) for each in run.passes if each[1].loss is not None)
     first, whole = (sum(lost[t + 1] for t in range(n)) / n for n in (len(lost) // 4, len(lost)))
     assert len(lost) == NUM_WORKERS * NUM_MINIBATCHES
     assert whole <= 4 * FURTHEST * STEEPEST * math.sqrt(staleness / len(lost))

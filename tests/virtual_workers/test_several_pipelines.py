@@ -71,21 +71,6 @@ def without_statistics() -> nn.Sequential:
     return model
 
 
-def test_with_flushes_they_do_what_one_device_does(fleet: Any) -> None:
-    options = {"in_flight": 3, "virtual_workers": 2, "max_grad_norm": 0.5}
-    objective = functools.partial(
-        trains, options=options, build=without_statistics, make=torch.optim.AdamW
-    )
-    alone, several = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((0, 1, 2, 3)))
-    legs = Leg((3, 1), until_epoch=2), Leg((0, 1, 2))  # 2 x 1; 2 stages and 1
-    moved = run(fleet, objective, *legs)
-    layouts = [trial.user_attrs["layout"] for trial in (alone, several, moved)]
-    assert layouts == [[1, 1], [2, 2], [2, 2]]
-    assert result(several)[0] == pytest.approx(result(alone)[0], rel=1e-10)
-    assert result(several)[1] == pytest.approx(result(alone)[1], rel=1e-10)
-    assert result(moved)[0] == pytest.approx(result(alone)[0], rel=1e-10)
-
-
 class Tokens(nn.Module):
     """Of an image; their embeddings have sparse gradients."""
 
@@ -139,20 +124,6 @@ def test_one_minibatch_at_a_time_is_sgd_on_whole_batches_whatever_the_layout(fle
     assert result(several)[0] == pytest.approx(result(expected)[0], rel=1e-10)
     assert result(moved)[0] == pytest.approx(result(expected)[0], rel=1e-10)
     assert moved.user_attrs["found"] == pytest.approx(expected.user_attrs["found"], rel=1e-10)
-
-
-def test_what_has_no_memory_for_several_is_one_pipeline(fleet: Any) -> None:
-    options = {**WAVES, "memory_bytes": 45_000}
-    trial = run(fleet, functools.partial(trains, options=options), Leg((0, 1, 2, 3)))
-    assert trial.user_attrs["layout"] == [1, 4]
-
-
-def test_in_flight_are_as_many_as_help_unless_it_is_told(fleet: Any) -> None:
-    options = {"clock_distance": 0, "virtual_workers": 2}
-    free = run(fleet, functools.partial(trains, options=options), Leg((0, 1, 2, 3)))
-    told = run(fleet, functools.partial(trains, options=WAVES), Leg((0, 1, 2, 3)))
-    assert free.user_attrs["in_flight"] == 3
-    assert result(free) == result(told)
 
 
 def test_what_a_clock_distance_alone_gave_is_told(fleet: Any, log: Any) -> None:

@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.stage import Noise
-from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous, held_minibatches
+from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous
 
 
 def blueprint(schedule, *cuts, model=None, loss=F.mse_loss, optimizer=sgd):
@@ -179,26 +178,6 @@ def test_a_first_layer_may_work_in_place_on_minibatches_of_one_batch(cuts):
     assert torch.equal(together, before)
 
 
-class Spectrum(nn.Module):
-    def forward(self, x):
-        return torch.fft.fft(x).conj()  # a view, whose memory is not conjugated
-
-
-class Power(nn.Module):
-    def forward(self, x):
-        return torch.view_as_real(x * x).sum(-1)
-
-
-@pytest.mark.parametrize("cuts", [(2,), (1, 2, 3)])
-def test_gradients_of_complex_numbers_cross_cuts(cuts):
-    def trained(cuts):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), Spectrum(), Power(), nn.Linear(6, 6)).double()
-        return train(blueprint(WaveSynchronous(3, None), cuts, model=model), 4).workers.weights()
-
-    assert furthest(trained(cuts), trained(())) == 0
-
-
 class Kept(nn.Linear):
     def forward(self, x):
         return super().forward(x).tanh()
@@ -218,26 +197,6 @@ def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
         return train(blueprint(WaveSynchronous(3, None), (1,), model=model), 4).workers.weights()
 
     assert furthest(trained(Recomputed), trained(Kept)) == 0
-
-
-def test_frozen_parameters_stay_and_unused_ones_have_no_update():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.used(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*mlp(), Half()).double()
-    model[0].requires_grad_(False)
-    before = copy.deepcopy(dict(model.named_parameters()))
-    run = train(blueprint(WaveSynchronous(2), (1, 3), (1, 3), model=model), 4)
-    weights = run.workers.weights()
-    assert not any(name.startswith("0.") for name in weights)
-    assert torch.equal(weights["4.unused.weight"], before["4.unused.weight"])
-    assert not torch.equal(weights["4.used.weight"], before["4.used.weight"])
 
 
 def test_hooks_of_parameters_change_their_gradients():
@@ -293,7 +252,7 @@ def test_whatever_the_speeds_and_latencies_are(data):
         plan,
         6,
         pass_s=lambda *_: rng.uniform(0.1, 3),
-        latency_s=lambda *_: rng.choice([0.0, 0.5, 5.0]),
+        latency_s=lambda: rng.choice([0.0, 0.5, 5.0]),
     )
     assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
 
@@ -313,9 +272,9 @@ def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
     nothing = torch.zeros(())
     run = train(plan, 1000, batches=lambda *_: (nothing, nothing), pass_s=paces(1, 1.9))
     by_stage = {}
-    for done in run.passes:
+    for address, done in run.passes:
         if done.turn.what is Pass.FORWARD:
-            key = (done.address.worker, done.turn.number)
+            key = (address.worker, done.turn.number)
             by_stage.setdefault(key, []).append(done.tag)
     assert all(len(set(tags)) == 1 for tags in by_stage.values())  # the same on all stages
     missing = [p - 1 - tag.clock * wsp.wave_size for _, p, tag in run.starts]
@@ -323,18 +282,6 @@ def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
     assert max(p - 1 - tag.local for _, p, tag in run.starts) == wsp.wave_size - 1
     assert all(server.clock == 1000 for server in run.workers.servers.values())
     assert all(len(server._snapshots) <= distance + 4 for server in run.workers.servers.values())
-
-
-def test_stages_hold_no_more_minibatches_than_memory_was_counted_for():
-    run = train(blueprint(WaveSynchronous(6, None), (1, 2, 3)), 5, pass_s=paces(1))
-    held, most = {}, {}
-    for done in run.passes:
-        change = 1 if done.turn.what is Pass.FORWARD else -1
-        stage = done.address.stage
-        held[stage] = held.get(stage, 0) + change
-        most[stage] = max(most.get(stage, 0), held[stage])
-    assert all(most[q] <= held_minibatches(q, 4, 6) for q in range(4))
-    assert most[3] == 1
 
 
 @settings(max_examples=20)
@@ -365,9 +312,3 @@ def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, dist
 
 
 # -- what is refused ------------------------------------------------------------------------------
-
-
-def test_optimizers_whose_updates_do_not_add_up_are_refused():
-    plan = blueprint(WaveSynchronous(2, None), (2,), optimizer=torch.optim.Adam)
-    with pytest.raises(FleetConfigError, match=r"Adam.*only right for torch\.optim\.SGD"):
-        train(plan, 1)

@@ -5,5 +5,6 @@
 - What trials ask: `call_handler`, `calls`. How ranks come apart: `ranks`. Who hangs: `watchdog`.
 - How runs begin (`launcher`, `objective_copies`), move (`stop_lines`, `held`, `saves`), end
   (`outcomes`), and are checked before (`checks`).
-- What is counted: `tally`, `call_log` and `summary`, of which users get `FleetSummary`.
+- What happened: `journal`, and what is made of it: `device_log`, `moves`, `progress`, `totals`;
+  `pipeline_log`. Users get a `FleetSummary` (`summary`).
 """

@@ -15,9 +15,9 @@ from optuna_fleet.events import (
     Event,
     Launch,
 )
+from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.runs import Job
-from optuna_fleet.executor.call.tally import DeviceLog
 from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings

@@ -12,12 +12,14 @@ import time
 from types import FrameType
 
 from optuna_fleet.events import Allocate, Event, PlanDecided
-from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.exceptions import FleetError, LaunchError
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
-from optuna_fleet.executor.call.summary import Solved
 from optuna_fleet.executor.deciding.controller import Controller
+
+_AT_ONCE = 256
+"""So many events are taken, and then it is looked at what no event tells of."""
 
 
 class Driver:
@@ -31,7 +33,7 @@ class Driver:
     def __init__(self, parts: Parts, controller: Controller) -> None:
         self._parts = parts
         self._runtime = parts.runtime
-        self._devices = parts.tally.devices
+        self._journal = parts.journal
         self._controller = controller
         self._receiver = Receiver(parts)
         self._performer = Performer(parts)
@@ -48,7 +50,7 @@ class Driver:
         """
         parts = self._parts
         self._events += self._receiver.growth()
-        self._devices.begin(self._runtime.nodes.devices.values(), time.time())
+        parts.devices.begin(self._journal.now())
         self._events += self._runtime.devices_at_first()
         for number in parts.proposals.adopted():
             parts.ledger.note_restart(number)
@@ -59,7 +61,7 @@ class Driver:
                 self._wait()
                 self._work()
             self.has_freed_devices = True
-            self._devices.end(time.time())
+            parts.devices.end(self._journal.now())
             self._end_log("failed" if parts.outcomes.failure else "done")
         except BaseException as error:
             self._abandon(error)
@@ -70,18 +72,20 @@ class Driver:
 
     def _wait(self) -> None:
         self.interrupts.check()
-        parts, allocator = self._parts, self._runtime.allocator
-        others = (*((allocator,) if self._deciding else ()), *parts.calls.sampling())
-        for message in self._runtime.messages(self._waits_s(), *others):
-            self._events += self._receiver.take(message)
-            self._work()
+        parts, allocator, inbox = self._parts, self._runtime.allocator, self._runtime.inbox
+        wait_s = max(0.0, min(self._waits_s()))
+        for _ in range(_AT_ONCE):
+            if (event := inbox.get(wait_s)) is None:
+                break
+            wait_s = 0.0
+            for message in self._runtime.heard(event):
+                self._events += self._receiver.take(message)
+                self._work()
         if parts.calls.go_on():
             self._events += parts.outcomes.propose(again=True)
         if self._deciding and allocator.is_answered():
             self._deciding = False
-            plan = allocator.result()
-            parts.tally.plans.append(Solved.of(plan))
-            self._events.append(PlanDecided(plan=plan))
+            self._events.append(PlanDecided(plan=allocator.result()))
         for device in parts.deadlines.take_expired():
             self._runtime.kill(device)
         parts.saves.save_within_epochs()
@@ -94,7 +98,7 @@ class Driver:
         waits = [
             *parts.deadlines.waits_s(),
             *self._receiver.waits_s(),
-            *parts.call_log.waits_s(),
+            *parts.progress.waits_s(),
             *parts.watchdog.waits_s(),
             *parts.saves.waits_s(),
         ]
@@ -107,20 +111,25 @@ class Driver:
             return
         while self._events:
             events, self._events = self._events, []
-            self._devices.note(events, self._runtime.nodes.devices.values(), time.time())
+            for event in events:
+                self._journal.note(event)
+            self._parts.devices.write()
             for instruction in self._controller.handle(*events):
+                self._journal.note(instruction)
                 self._deciding |= isinstance(instruction, Allocate)
                 self._events += self._performer.carry_out(instruction)
         self._runtime.agents.want(self._controller.most_usable)
 
     def _end_log(self, ending: str) -> None:
-        self._parts.call_log.end(ending, self._parts.proposals.num_asked)
+        self._parts.progress.end(ending, self._parts.proposals.num_asked)
 
     def _abandon(self, error: BaseException) -> None:
         """End what flies: fail those trials, give back those that never flew, free the devices.
 
         A second Ctrl-C ends this at whatever it is, and `has_freed_devices` stays false.
         """
+        if not isinstance(error, FleetError | KeyboardInterrupt):
+            self._journal.attach_to(error)
         runs, launched = self._parts.runs, self._parts.launcher.launched
         busy = {device for run in runs.values() for device in run.launch.devices}
         try:

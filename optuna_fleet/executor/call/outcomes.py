@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_fleet.events import EpochEnded, Event, ProposalsExhausted, StartRound
+from optuna_fleet.events import EpochEnded, Event, ProposalsExhausted
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.sampler_bridge.records import Decision
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import EndEpoch
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Tells the study what becomes of the trials of one call, and of plans.
+    """Tells the study what becomes of the trials of one call.
 
     Attributes:
         failure: The first failure of a trial that `catch` did not cover: it is raised once the
@@ -34,7 +31,6 @@ class Outcomes:
     _ledger: Ledger
     _proposals: Proposals
     _retention: CheckpointRetention
-    _tally: Tally
     failure: BaseException | None = None
 
     def propose(self, *, again: bool = False) -> list[Event]:
@@ -64,8 +60,6 @@ class Outcomes:
             has_one = number in self._retention.folder.unfinished()
             where = "last checkpoint." if has_one else "beginning: it had no checkpoint yet."
             fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from its {where}")
-        else:
-            self._tally.rescales += 1
 
     def give_up(self, run: RunRecord, restarts: int) -> None:
         """A trial has lost its devices too often: it fails."""
@@ -79,26 +73,6 @@ class Outcomes:
     def give_back(self, number: int) -> None:
         """A trial that was never launched goes back to the study."""
         self._proposals.return_to_queue(number)
-        self._tally.trials["given back"] += 1
-
-    def start_round(self, started: StartRound) -> None:
-        """A plan is carried out: record it, and say so where anything moves."""
-        plan = started.plan
-        decision = Decision(
-            time=time.time(),
-            round=started.round,
-            moves=started.moves,
-            allocator=plan.allocator,
-            reason=plan.reason,
-            status=plan.status,
-            gap=plan.gap,
-            solve_time_s=plan.solve_time_s,
-            solver=plan.solver,
-        )
-        self._tally.decisions.append(decision)
-        self._ledger.records.decision(decision)
-        level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
-        fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
     def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
         try:

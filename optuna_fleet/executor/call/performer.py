@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from typing_extensions import assert_never
 
 from optuna_fleet.events import (
@@ -26,6 +24,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.waits import PlanReady
 from optuna_fleet.wire.calls import AfterEpoch
 
 _ABORT_GRACE_S = 10.0
@@ -50,6 +49,7 @@ class Performer:
                 parts.checks.begin(instruction)
             case Allocate():
                 parts.runtime.allocator.submit(instruction.problem)
+                parts.runtime.inbox.when_readable(parts.runtime.allocator, PlanReady())
             case AnswerEpoch():
                 self._answer_epoch(self._runs[instruction.run_id], instruction)
             case Interrupt():
@@ -72,7 +72,7 @@ class Performer:
             case ReturnToQueue():
                 outcomes.give_back(instruction.number)
             case StartRound():
-                outcomes.start_round(instruction)
+                pass  # for the journal
             case _:
                 assert_never(instruction)
         return []
@@ -86,13 +86,11 @@ class Performer:
         nodes = {parts.runtime.agents.devices[device].node for device in launch.devices}
         self._runs[launch.run_id] = RunRecord(
             launch=launch,
-            start=time.time(),
+            start=parts.journal.now(),
             calls=RunCalls(world_size=len(launch.devices)),
             has_one_clock=len(nodes) == 1,
             began_anew=parts.checks.began_anew(launch),
         )
-        parts.tally.moves.launched(launch.number)
-        parts.call_log.launched(launch, time.time())
         what = parts.held.begin(launch)
         return [] if what is None else parts.start(what)
 
@@ -101,7 +99,7 @@ class Performer:
         if decision is EpochDecision.GO and parts.saves.take_due(run):
             decision = EpochDecision.CHECKPOINT
         elif decision is EpochDecision.YIELD:
-            parts.leaves(run)
+            parts.held.leaves(run.launch.run_id)
         stays = run.launch.devices[0] in answer.devices
         parts.calls.answer_epoch(run, AfterEpoch(decision, stays=stays))
 
@@ -109,8 +107,6 @@ class Performer:
         """A run has ended on all its devices."""
         run = self._runs.pop(run_id)
         self._parts.watchdog.ended(run_id, is_done=is_done)
-        if is_done:
-            self._parts.call_log.done(run.launch.number)
-        self._parts.tally.moves.left(run.launch.number)
-        self._parts.ledger.records.flight(run.launch.number, run.flight(end=time.time()))
+        flight = run.flight(end=self._parts.journal.now())
+        self._parts.ledger.records.flight(run.launch.number, flight)
         return run

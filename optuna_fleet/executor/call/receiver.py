@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,22 +83,18 @@ class Receiver:
                 parts.stop_lines.at_step(run, message.rank, message.place)
             case DataRequested():
                 return self._data_requested(run, message)
-            case RateMeasured():
-                parts.call_log.measured(number, message.samples_per_s)
-                return [message]
-            case WidthLimited():
+            case RateMeasured() | WidthLimited() | MoveRefused():
                 return [message]
             case CheckpointSaved():
                 return [message, *self._checkpoint_told(message, number)]
             case CheckpointFailed():
                 return self._checkpoint_told(message, number)
-            case MoveRefused():
-                parts.tally.moves.stays(number)
-                return [message]
             case Leaving():
-                parts.leaves(run)
+                parts.journal.note(message)
+                parts.held.leaves(message.run_id)
             case Trained():
-                if (seconds := parts.tally.moves.trains(number)) is not None:
+                parts.journal.note(message)
+                if (seconds := parts.moves.take_cost_s(number)) is not None:
                     return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
             case Heartbeat():
                 parts.watchdog.hear(message)
@@ -130,7 +125,7 @@ class Receiver:
             case NodeLost():
                 return self._node_lost(message)
             case PipelineReport():
-                parts.pipeline_log.note(self._runtime.reports.total, time.time())
+                parts.pipeline_log.note(self._runtime.reports.total, parts.journal.now())
                 if self._capacity.heard(self._runtime.reports.last):
                     return [PreprocessingMeasured(samples_per_s=self._capacity.samples_per_s)]
             case _:
@@ -140,7 +135,6 @@ class Receiver:
     def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
         self._runtime.prepare_groups()
         run.is_movable |= message.model.movable
-        self._parts.call_log.defined(run.launch.number, message.model)
         message = self._parts.checks.note(run.launch.number, message)
         return [message, *self._parts.outcomes.propose(again=True)]
 
@@ -148,7 +142,6 @@ class Receiver:
         news: list[Event] = []
         if (ended := self._parts.calls.take(run, call)) is not None:
             number = run.launch.number
-            self._parts.call_log.epoch_ended(number, ended.epoch + 1)
             news.append(self._parts.evaluator.epoch_ended(number, ended))
         if isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
@@ -162,7 +155,7 @@ class Receiver:
         parts.deadlines.drop(device)
         parts.stop_lines.at_step(run, message.rank)
         parts.held.rank_ended(run, message)
-        parts.tally.add_stay(device, run.age_s, message.usage, probe=run.launch.probe)
+        parts.journal.note(message)
         ended = RankEnded(
             run_id=message.run_id,
             device=device,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -106,21 +105,3 @@ class Cluster(ABC):
         Raises:
             FleetConfigError: The devices asked for do not exist.
         """
-
-
-def begin(name: str, inbox: Inbox, work: Callable[[], None]) -> threading.Thread:
-    """Do an engine's work on a thread; what it raises is the end of placing agents, and is told.
-
-    The name is that of what is asked for agents, to begin a sentence with.
-    """
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            kind = "" if isinstance(error, LaunchError) else f"{type(error).__name__}: "
-            inbox.put(LaunchError(f"{name} can't place agents any more: {kind}{error}"))
-
-    thread = threading.Thread(target=run, name=f"optuna-fleet-{name.lower()}", daemon=True)
-    thread.start()
-    return thread

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from optuna_fleet.events import Ending, EpochDecision
+from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.outcomes import EpochEvaluator
-from optuna_fleet.executor.call.tally import DeviceLog
 from optuna_fleet.executor.given import Options
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
@@ -40,8 +40,8 @@ class InlineRunner:
         if self._options.setup is not None and not self._is_set_up:
             self._options.setup()
             self._is_set_up = True
-        devices, told = DeviceLog(loop.ledger.records.devices), set[str]()
-        devices.begin([_DEVICE], time.time())
+        devices, told = DeviceLog(loop.ledger.records.devices, lambda: [_DEVICE]), set[str]()
+        devices.begin(time.time())
         try:
             while (number := loop.proposals.ask()) is not None:
                 self._run_trial(number, loop, func, told)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import os
 import select
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,8 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.cluster.engine import Cluster, Engine, Inbox, agent_ended, begin
+from optuna_fleet.executor.cluster.engine import Cluster, Engine, agent_ended
+from optuna_fleet.executor.cluster.placing import PlacingEngine
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import cpu_count
@@ -76,13 +75,14 @@ class LocalCluster(Cluster):
         return LocalEngine(self, options, cores=cores, threads=max(1, left // len(devices)))
 
 
-class LocalEngine(Engine):
+class LocalEngine(PlacingEngine):
     """Starts the agents of a `LocalCluster`, and another one where one has ended."""
 
     host = "127.0.0.1"
     more_may_join = False
 
     def __init__(self, cluster: LocalCluster, options: Options, cores: int, threads: int) -> None:
+        super().__init__("This machine", end_limit_s=None)
         self.has_leases = cluster.nodes > 1
         self._cluster = cluster
         kinds: Sequence[str | None] = cluster.kinds or [None] * cluster.nodes
@@ -90,21 +90,12 @@ class LocalEngine(Engine):
         self._options = options
         self._cores = cores
         self._threads = threads
-        self._lock = threading.Lock()  # of the next, and of what they say
         self._agents: dict[str, AgentProcess] = {}
-        self._watchers: list[threading.Thread] = []
 
-    def open(self, invitation: Invitation, inbox: Inbox) -> None:
-        """See `Engine`."""
-        self._invitation, self._inbox = invitation, inbox
-        try:
-            for node in self._kinds:
-                self._start(node)
-                watch = functools.partial(self._watch, node)
-                self._watchers.append(begin("This machine", inbox, watch))
-        except BaseException:
-            self.close()
-            raise
+    def _prepare(self, invitation: Invitation) -> None:
+        self._invitation = invitation
+        for node in self._kinds:
+            self._start(node)
 
     def _start(self, node: str) -> None:
         given = AgentOptions(
@@ -116,44 +107,39 @@ class LocalEngine(Engine):
             kind=self._kinds[node],
             cores=self._cores,
         )
-        self._agents[node] = AgentProcess(given, self._threads)
+        process = self._agents[node] = AgentProcess(given, self._threads)
+        pidfd = os.dup(process.fileno())  # which is closed where it is ended
 
-    def _watch(self, node: str) -> None:
-        """Start another agent on a node whenever one has ended, while one is wanted there."""
-        while True:
-            with self._lock:
-                if (process := self._agents.get(node)) is None:
-                    return
-                pidfd = os.dup(process.fileno())  # which is closed where it is ended
+        def watch() -> None:
             ended = select.poll()
             ended.register(pidfd, select.POLLIN)
             ended.poll()
             os.close(pidfd)
-            with self._lock:
-                if self._agents.get(node) is process:
-                    process.close()
-                    self._start(node)
-                    code = process.exit_code or 0
-                    self._inbox.put(agent_ended(node, code, is_replaced=True))
+            self._heard.put((node, process))
+
+        self._begin(watch)
+
+    def _act(self) -> float:
+        for node in self._ends():
+            if node in self._agents:
+                self._agents[node].kill()
+            if node in self._left_out:
+                self._agents.pop(node, None)
+        return math.inf
+
+    def _take(self, ended: tuple[str, AgentProcess]) -> None:
+        node, process = ended
+        if self._agents.get(node) is process and not self._closed.is_set():
+            process.close()
+            self._start(node)
+            self._inbox.put(agent_ended(node, process.exit_code or 0, is_replaced=True))
 
     def expected(self) -> Sequence[str]:
         """See `Engine`."""
         return tuple(self._agents)
 
-    def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`."""
-        with self._lock:
-            process = self._agents.pop(node, None) if for_good else self._agents.get(node)
-            if process is not None and for_good:
-                process.kill()
-            elif process is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """See `Engine`."""
-        with self._lock:
-            agents, self._agents = self._agents, {}
+    def _leave(self) -> None:
+        self._act()  # who is still starting would meet with no one
+        agents, self._agents = self._agents, {}
         for process in agents.values():
             process.close()
-        while self._watchers:
-            self._watchers.pop().join()

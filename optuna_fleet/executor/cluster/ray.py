@@ -15,9 +15,10 @@ from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.agent.placed import Placed
-from optuna_fleet.executor.cluster.asking import AsksScheduler
 from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, agent_ended
+from optuna_fleet.executor.cluster.placing import PlacingEngine
 from optuna_fleet.executor.given import Options
+from optuna_fleet.wire.invitation import Invitation
 
 _LOOK_EVERY_S = 2.0
 
@@ -76,7 +77,7 @@ def ray_module() -> Any:
         raise FleetConfigError(f"{needs}: `pip install 'optuna-fleet[ray]'`.") from error
 
 
-class RayEngine(AsksScheduler):
+class RayEngine(PlacingEngine):
     """Starts agents on the nodes of a Ray cluster.
 
     Args:
@@ -87,7 +88,7 @@ class RayEngine(AsksScheduler):
     def __init__(
         self, cluster: RayCluster, agent: Sequence[str], device_type: str | None = None
     ) -> None:
-        super().__init__("Ray", every_s=_LOOK_EVERY_S)
+        super().__init__("Ray")
         self._cluster, self._agent, self._device_type = cluster, agent, device_type
         self._actors: dict[str, tuple[Any, Future[int]]] = {}  # and their ends
         self._ray = ray_module()
@@ -96,7 +97,8 @@ class RayEngine(AsksScheduler):
         """See `Engine`."""
         return tuple(self._actors)
 
-    def _prepare(self) -> None:
+    def _prepare(self, invitation: Invitation) -> None:
+        self._environment = invitation.environment()
         self._waiting: list[Any] = []
         self._awaited: tuple[int, list[str]] = 0, []  # how many, besides which nodes
         self._is_ours = not self._ray.is_initialized()
@@ -115,10 +117,17 @@ class RayEngine(AsksScheduler):
         has_gpus = self._cluster.gpus_per_node or self._ray.cluster_resources().get("GPU")
         self._on_gpus = (self._device_type or ("gpu" if has_gpus else "cpu")) != "cpu"
         self._place()
+        if not (self._actors or self._awaited[0]):
+            cpus, gpus = self._share({})
+            raise LaunchError(
+                f"No node of the Ray cluster has {cpus} CPUs and {gpus} GPUs for an agent: ask "
+                "for less, or say RayCluster(num_nodes=...) for an autoscaler."
+            )
 
-    def _look(self) -> None:
-        for actor, _ in (self._actors[node] for node in self._ends() if node in self._actors):
-            self._ray.kill(actor)
+    def _act(self) -> float:
+        for node in self._ends():
+            if node in self._actors:
+                self._ray.kill(self._actors[node][0])
         ended = {name: end for name, (_, end) in self._actors.items() if end.done()}
         self._actors = {n: actor for n, actor in self._actors.items() if n not in ended}
         self._place()
@@ -131,6 +140,7 @@ class RayEngine(AsksScheduler):
                 self._inbox.put(Departure(node=name, cause=why, exit_code=code, is_replaced=again))
             else:
                 self._inbox.put(agent_ended(name, end.result(), is_replaced=again))
+        return _LOOK_EVERY_S  # Ray tells of no node that is added
 
     def _place(self) -> None:
         if not self._ray.is_initialized():  # then it would start another cluster to look at
@@ -141,12 +151,6 @@ class RayEngine(AsksScheduler):
         }
         numbers = [n for n in (self._wanted, self._cluster.num_nodes) if n is not None]
         wanted = min(numbers, default=len(usable))
-        if self._thread is None and not (usable or wanted):
-            cpus, gpus = self._share({})
-            raise LaunchError(
-                f"No node of the Ray cluster has {cpus} CPUs and {gpus} GPUs for an agent: ask "
-                "for less, or say RayCluster(num_nodes=...) for an autoscaler."
-            )
         can_place = wanted > len(usable) or usable.keys() - self._left_out
         if usable and not (self._actors or can_place):
             raise LaunchError("the agents of all nodes failed; what they printed says why.")
@@ -163,7 +167,7 @@ class RayEngine(AsksScheduler):
         devices = [f"--device-type={kind}"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
         run = actor.run.remote([*self._agent, "--name", name, *devices], self._environment)
         self._actors[name] = actor, run.future()
-        self._actors[name][1].add_done_callback(lambda end: self._woken.set())
+        self._actors[name][1].add_done_callback(lambda end: self._heard.put(None))
 
     def _await(self, number: int, nodes: list[str]) -> None:
         """Have so many actors wait for nodes beside these."""

@@ -1,8 +1,9 @@
 """What to do next: events go in, instructions come out. Pure: no clock, no process, no I/O.
 
-- `controller` is the state machine; `trials` has the tables of it: `Trial`, `Run`, `PolicyRules`.
-- `roster`: who is where; `presence`: which devices are there; `profiles`: how fast trials train.
-- `planner` says when a plan is made and begins it, `problem_builder` what it is made of.
+- `controller` is the state machine; `state` its only table: of `trials` (`Trial`, `Run`), and of
+  the devices that are there (`presence`).
+- `planner` says when a plan is made and begins it, `problems` what it is made of, `profiles` how
+  fast trials train.
 - `clearance`: who may be widened or moved; `avoidance`: where a trial is not started again.
 - `convergence`: when a trial has converged.
 

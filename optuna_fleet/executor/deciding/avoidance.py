@@ -9,25 +9,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from optuna_fleet.alloc.problem import Flotilla, Plan
-from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.state import State
 from optuna_fleet.executor.deciding.trials import Trial
 
 
 class Avoidance:
     """That of one call.
 
-    Args:
-        presence: The devices that are there.
-        max_restarts: How often a trial may lose its devices. For the last time it is started on a
-            node that it was not lost on, if there is any, and waits for that.
+    For the last time that it may lose its devices, a trial is started on a node that it was not
+    lost on, if there is any, and waits for that.
     """
 
-    def __init__(self, presence: Presence, max_restarts: int) -> None:
-        self._presence = presence
-        self._max_restarts = max_restarts
+    def __init__(self, state: State) -> None:
+        self._devices = state.devices
+        self._max_restarts = state.policy.max_restarts
 
     def _shuns(self, trial: Trial, device: int) -> bool:
-        return self._presence.place_of(device)[0] in trial.lost_on
+        return self._devices.place_of(device)[0] in trial.lost_on
 
     def waits(self, trial: Trial) -> bool:
         """Whether it is started, on one device, only on a node that it was not lost on."""
@@ -35,7 +33,7 @@ class Avoidance:
             return False
         if trial.model is not None and not trial.fits_one_device:
             return False
-        return any(not self._shuns(trial, device) for device in self._presence)
+        return any(not self._shuns(trial, device) for device in self._devices)
 
     def first_for(self, trial: Trial, free: Collection[int]) -> int | None:
         """The first free device on a node that it was not lost on; else on any, or none."""
@@ -72,7 +70,7 @@ class Avoidance:
             number, theirs = pool[device], pool[other]
             if number == theirs or shuns(number, other) or shuns(theirs, device):
                 return False
-            return self._presence.kind_of(device) == self._presence.kind_of(other)
+            return self._devices.kind_of(device) == self._devices.kind_of(other)
 
         for device in list(pool):
             if shuns(pool[device], device):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Plan
+from optuna_fleet.alloc.problem import Assignment, Plan
 from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
@@ -21,8 +21,8 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.deciding.avoidance import Avoidance
 from optuna_fleet.executor.deciding.clearance import Clearance
-from optuna_fleet.executor.deciding.problem_builder import ProblemBuilder
-from optuna_fleet.executor.deciding.roster import Roster
+from optuna_fleet.executor.deciding.problems import Problems
+from optuna_fleet.executor.deciding.state import State
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Trial
 
 
@@ -78,31 +78,17 @@ class Rounds:
 
 
 class Planner:
-    """Asks for plans and carries them out.
-
-    Attributes:
-        is_deciding: A plan is awaited.
-        has_news: Something has happened that the last plan did not know of.
-    """
+    """Asks for plans and carries them out."""
 
     def __init__(
-        self,
-        policy: PolicyRules,
-        problems: ProblemBuilder,
-        roster: Roster,
-        avoidance: Avoidance,
-        clearance: Clearance,
+        self, state: State, problems: Problems, avoidance: Avoidance, clearance: Clearance
     ) -> None:
-        self._clearance = clearance
-        self.is_deciding = False
-        self.has_news = False
-        self._policy = policy
+        self._state = state
+        self._policy = state.policy
         self._problems = problems
-        self._roster = roster
         self._avoidance = avoidance
-        self._rounds = Rounds(policy)
-        self._problem: AllocationProblem | None = None
-        self._is_void = False
+        self._clearance = clearance
+        self._rounds = Rounds(state.policy)
 
     @property
     def round(self) -> int:
@@ -112,7 +98,7 @@ class Planner:
     @property
     def takes_new(self) -> bool:
         """Whether devices that are free may be given to what is not of the present round."""
-        return self._policy.paradigm != "global" or self._rounds.is_over(self._roster.trials)
+        return self._policy.paradigm != "global" or self._rounds.is_over(self._state.trials)
 
     def may_start(self, trial: Trial) -> bool:
         """Whether a trial may get free devices: also one of the round, if a fault took its own."""
@@ -127,10 +113,10 @@ class Planner:
 
         Not if it can be moved within the next epoch as well: then it trains meanwhile.
         """
-        trial = self._roster.trials[run.number]
+        trial = self._state.trials[run.number]
         if self._policy.paradigm != "elastic" or not self._problems.may_leave(trial):
             return False
-        self.has_news = run.is_between_epochs = True
+        self._state.has_news = run.is_between_epochs = True
         if self._problems.moves_within_epoch(trial):
             return False
         run.become(Stage.AT_REST)
@@ -138,23 +124,23 @@ class Planner:
 
     def void(self) -> None:
         """The last plan was made of wrong figures: make another at once."""
-        self._is_void = self.has_news = True
+        self._state.is_void = self._state.has_news = True
 
     def has_planned_for(self, run: Run) -> bool:
         """Whether the last plan knew that this run would leave its devices."""
-        problem = self._problem
+        problem = self._state.problem
         if problem is not None and run.number in problem.by_number:
             return run.is_moving and set(run.devices).issubset(problem.devices)
-        return run.number in self._roster.pending and self._roster.is_promised(run.devices)
+        return run.number in self._state.pending and self._state.is_promised(run.devices)
 
     def call_off(self) -> None:
         """The last plans can't be carried out; another is made of what is left of them."""
-        self._roster.call_off()
+        self._state.call_off()
         self.void()
 
     def ask(self) -> list[Instruction]:
         """Ask for a plan, if there is reason to."""
-        if not self.has_news:
+        if not self._state.has_news:
             return []
         candidates = self._candidates()
         instructions = self._go_on(candidates)
@@ -164,8 +150,8 @@ class Planner:
 
     def _go_on(self, candidates: list[Trial]) -> list[Instruction]:
         """Who rests goes on if no plan may move it, because of a check, or has a choice."""
-        trials, has_choice = self._roster.trials, self._has_choice(candidates)
-        resting = [run for run in self._roster.runs.values() if run.stage is Stage.AT_REST]
+        trials, has_choice = self._state.trials, self._has_choice(candidates)
+        resting = [run for run in self._state.runs.values() if run.stage is Stage.AT_REST]
         staying = [
             run
             for run in resting
@@ -179,22 +165,22 @@ class Planner:
         So a sweep of as many trials as devices needs no plan at the end of each epoch.
         """
         movable = [trial for trial in candidates if self._problems.is_movable(trial)]
-        if len(movable) != 1 or self._roster.has_free():
+        if len(movable) != 1 or self._state.has_free():
             return bool(movable)
         run, model = movable[0].run, movable[0].model
         return run is None or model is None or len(run.devices) > model.min_devices
 
     def _should_decide(self, candidates: list[Trial]) -> bool:
-        roster = self._roster
+        state = self._state
         if not candidates or not self._problems.usable(candidates):
             return False
         if self._policy.paradigm == "elastic":
-            return not roster.is_clearing() and self._has_choice(candidates)
-        waiting = any(map(self.may_start, roster.waiting()))
-        if self.round > 0 and waiting and roster.has_free():
+            return not state.is_clearing() and self._has_choice(candidates)
+        waiting = any(map(self.may_start, state.waiting()))
+        if self.round > 0 and waiting and state.has_free():
             return True
-        return self._is_void or (
-            self._rounds.is_over(roster.trials) and not self._rounds.awaits(self._unsettled())
+        return self._state.is_void or (
+            self._rounds.is_over(state.trials) and not self._rounds.awaits(self._unsettled())
         )
 
     def _candidates(self) -> list[Trial]:
@@ -202,24 +188,24 @@ class Planner:
         return [t for t in trials if t.run is not None or not self._avoidance.waits(t)]
 
     def _unsettled(self) -> set[int]:
-        trials, runs = self._roster.trials, self._roster.runs.values()
+        trials, runs = self._state.trials, self._state.runs.values()
         return {r.run_id for r in runs if not self._problems.is_settled(trials[r.number], r)}
 
     def _decide(self, candidates: list[Trial]) -> list[Instruction]:
-        self.is_deciding, self.has_news, self._is_void = True, False, False
+        self._state.is_deciding, self._state.has_news, self._state.is_void = True, False, False
         self._rounds.decide()
-        self._problem = self._problems.build(candidates)
-        for run in self._roster.runs.values():
+        self._state.problem = self._problems.build(candidates)
+        for run in self._state.runs.values():
             run.is_between_epochs = run.stage is Stage.AT_REST
-        return [Allocate(problem=self._problem)]
+        return [Allocate(problem=self._state.problem)]
 
     def carry_out(self, plan: Plan) -> list[Instruction]:
         """Begin with the plan that was asked for."""
-        self.is_deciding = False
+        self._state.is_deciding = False
         instructions: list[Instruction] = []
         posed = self._posed()
-        assert self._problem is not None
-        is_held_back = self._problems.is_held_back(plan, self._problem)
+        assert self._state.problem is not None
+        is_held_back = self._problems.is_held_back(plan, self._state.problem)
         if is_held_back or not self._clearance.is_kept(plan, posed):
             self.void()
             return instructions
@@ -239,39 +225,39 @@ class Planner:
                 continue
             moved.append(trial.number)
         promised = {n: assignments[n] for n in moved if n in assignments}
-        moves = sum(self._roster.trials[n].run is not None or n in promised for n in moved)
+        moves = sum(self._state.trials[n].run is not None or n in promised for n in moved)
         self._promise(promised)
         if self._policy.paradigm == "elastic" and not moves:
             return instructions
-        self._rounds.begin(self._roster.runs.values(), plan)
+        self._rounds.begin(self._state.runs.values(), plan)
         plan = self._problems.explained(plan)
         return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
 
     def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:
         """What it starts is not to be where it was lost, if that can be."""
-        assert self._problem is not None
+        assert self._state.problem is not None
         given = {device for a in plan.assignments.values() for device in a.devices}
         starting = {trial.number: trial for trial in posed if trial.run is None}
-        return self._avoidance.amended(plan, starting, set(self._problem.devices) - given)
+        return self._avoidance.amended(plan, starting, set(self._state.problem.devices) - given)
 
     def _posed(self) -> list[Trial]:
         """Whom the plan was asked about: others became candidates while it was made."""
-        assert self._problem is not None
-        posed = {c.number for c in self._problem.candidates if c.movable}
+        assert self._state.problem is not None
+        posed = {c.number for c in self._state.problem.candidates if c.movable}
         return [trial for trial in self._candidates() if trial.number in posed]
 
     def _promise(self, assignments: dict[int, Assignment]) -> None:
         """Let placements wait for their devices, if these are still what they were."""
-        roster = self._roster
+        state = self._state
         for number, assignment in assignments.items():
-            fits = len(assignment.devices) <= roster.trials[number].most_devices
-            if fits and roster.can_serve(assignment):
-                roster.pending[number] = assignment
+            fits = len(assignment.devices) <= state.trials[number].most_devices
+            if fits and state.can_serve(assignment):
+                state.pending[number] = assignment
 
     def leave(self, run: Run, devices: tuple[int, ...] = ()) -> list[Instruction]:
         """Tell a run to yield as soon as it can; its trial is to have these devices."""
         was_at_rest = run.stage is Stage.AT_REST
-        within = self._problems.moves_within_epoch(self._roster.trials[run.number])
+        within = self._problems.moves_within_epoch(self._state.trials[run.number])
         run.become(Stage.LEAVING if was_at_rest or within else Stage.ASKED)
         if was_at_rest:
             decision = EpochDecision.YIELD

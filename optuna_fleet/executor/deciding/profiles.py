@@ -29,9 +29,9 @@ class Profiles:
         known: Profiles by `profile_key`; grows with each measurement and may outlive this object.
     """
 
-    def __init__(self, known: dict[str, RateProfile], presence: Presence) -> None:
+    def __init__(self, known: dict[str, RateProfile], devices: Presence) -> None:
         self._known = known
-        self._presence = presence
+        self._devices = devices
         self._rates: dict[tuple[str, str, tuple[int, ...]], tuple[float, ...]] = {}
         self._shares: dict[int, float] = {}
         self._mixtures: set[tuple[str, frozenset[tuple[str, int]]]] = set()
@@ -40,20 +40,20 @@ class Profiles:
 
     def is_measured(self, structure: str, devices: tuple[int, ...]) -> bool:
         """Whether the structure's rate on so many devices of their type was measured."""
-        kind = self._presence.kind_of_all(devices)
+        kind = self._devices.kind_of_all(devices)
         if kind == SEVERAL:
             return self._mixture(structure, devices) in self._mixtures
         profile = self._known.get(profile_key(structure, kind))
-        num_nodes = len(self._presence.nodes_of(devices))
+        num_nodes = len(self._devices.nodes_of(devices))
         return profile is not None and profile.is_measured(len(devices), num_nodes)
 
     def measure(self, structure: str, devices: tuple[int, ...], samples_per_s: float) -> bool:
         """Take a measurement; say whether it is far below what was expected."""
-        width, kind = len(devices), self._presence.kind_of_all(devices)
+        width, kind = len(devices), self._devices.kind_of_all(devices)
         is_mixture = kind == SEVERAL
         if is_mixture:
             self._mixtures.add(self._mixture(structure, devices))
-        num_nodes = 1 if is_mixture else len(self._presence.nodes_of(devices))
+        num_nodes = 1 if is_mixture else len(self._devices.nodes_of(devices))
         is_known = bool(self._profiles_of(structure))
         expected = self._rates_on(structure, kind, (num_nodes,) * width)[-1] if is_known else 0.0
         key = profile_key(structure, kind)
@@ -80,7 +80,7 @@ class Profiles:
 
         Or on `SEVERAL`.
         """
-        return self._rates_on(structure, kind, self._presence.fewest_nodes(kind, width))
+        return self._rates_on(structure, kind, self._devices.fewest_nodes(kind, width))
 
     def _rates_on(self, structure: str, kind: str, nodes: tuple[int, ...]) -> tuple[float, ...]:
         """(r(1), r(2), ...), each on so many nodes."""
@@ -100,7 +100,7 @@ class Profiles:
 
     def _on_several(self, structure: str, width: int) -> tuple[float, ...]:
         """On as many devices of each type as the fleet has, in proportion."""
-        num_by_kind = self._presence.num_by_kind
+        num_by_kind = self._devices.num_by_kind
         total = sum(num_by_kind.values())
         parts = [
             [number / total * rate for rate in self.rates(structure, width, kind)]
@@ -116,7 +116,7 @@ class Profiles:
     def _mixture(
         self, structure: str, devices: tuple[int, ...]
     ) -> tuple[str, frozenset[tuple[str, int]]]:
-        return structure, frozenset(self._presence.num_of_each(devices).items())
+        return structure, frozenset(self._devices.num_of_each(devices).items())
 
     def _on_one_node(self, profile: RateProfile) -> RateProfile:
         """What it would be on one node, also at widths that were only measured on several."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from optuna_fleet.trainer.data.shards import Shards
+from optuna_fleet.trainer.data.reading import Shards
 from optuna_fleet.trainer.gradients.collectives import gather
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.trial import FleetTrial

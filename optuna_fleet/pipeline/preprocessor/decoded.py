@@ -11,14 +11,14 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from optuna_fleet.pipeline.chunks.arena import Arena
-from optuna_fleet.pipeline.preprocessor.order_file import locked
 
 _USED, _IS_FULL, _ENTRIES = 0, 1, 2
 """Numbers in the table: bytes taken, whether they did not suffice, and two for each sample: its
@@ -74,7 +74,7 @@ class DecodedStore:
 
         blobs, entry = packed(prepared), self._firsts[name] + 2 * index
         length = sum(map(len, blobs))
-        with locked(self._lock, fcntl.LOCK_EX):
+        with self._locked():
             address = self._begin + self.used_bytes
             if address + length > self._arena.nbytes:
                 self._table[_IS_FULL] = True
@@ -84,6 +84,16 @@ class DecodedStore:
         for blob in blobs:
             begin, end = end, end + len(blob)
             memory[begin:end] = blob
-        with locked(self._lock, fcntl.LOCK_EX):  # what is written is seen before the entry is
+        with self._locked():  # what is written is seen before the entry is
             self._table[entry + 1] = length
             self._table[entry] = address + 1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Who is killed meanwhile holds the lock no more."""
+        # A lock of the process, not of the descriptor, which the others have as well.
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)

@@ -18,7 +18,6 @@ from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
-from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
 from optuna_fleet.pipeline.preprocessor.streams import Stream
@@ -29,10 +28,10 @@ from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, Pipeline
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
 
-_BLOCK = 1 << 16
-"""Positions of an order that are looked up at once: it may have to be drawn again for that."""
+_BLOCK = 1 << 20
+"""Positions of an order that are looked up at once: it is drawn again for the next ones."""
 
-_MOST_BLOCKS = 16
+_MOST_BLOCKS = 8
 """Of so many this process knows the positions: one for each epoch that is being made, usually."""
 
 _ASKED_MANAGER = (
@@ -162,16 +161,11 @@ class Samples:
         block = spec.name, epoch, (begin := position - position % _BLOCK)
         if block not in self._blocks:
             with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
-                self._blocks[block] = self._ordered(spec, epoch, begin)
+                order = epoch_order(self._sources(), spec, self._spec.seed, epoch)
+            self._blocks[block] = order[begin : begin + _BLOCK].copy()
             if len(self._blocks) > _MOST_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
         return int(self._blocks[block][position - begin])
-
-    def _ordered(self, spec: DatasetSpec, epoch: int, begin: int) -> Any:
-        source = self._sources()
-        stop = min(begin + _BLOCK, spec.num_samples)
-        draw = partial(epoch_order, source, spec, self._spec.seed, epoch)
-        return source.orders[spec.name].read(epoch, begin, stop, draw)
 
     def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
         assert self._around is not None
@@ -211,11 +205,7 @@ class Samples:
                 for each in self._spec.datasets
                 if (read := self._stream if each.shards else each.batched and self._together)
             }
-            self._source = replace(
-                source,
-                datasets={**source.datasets, **datasets},
-                orders=source.orders or order_files(self._spec),
-            )
+            self._source = replace(source, datasets={**source.datasets, **datasets})
         return self._source
 
     def _together(self, spec: DatasetSpec, dataset: Any, around: Surroundings) -> Together:

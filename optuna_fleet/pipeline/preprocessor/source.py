@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor.order import Generator
-from optuna_fleet.pipeline.preprocessor.order_file import OrderFile
 
 Function = Callable[[Any], Any]
 
@@ -51,12 +50,10 @@ class Source:
         datasets: By name.
         stages: Likewise.
         samplers: Likewise, where the user gave one.
-        orders: What was drawn on this node, likewise; none to draw for oneself.
         generators: Random generators that any of these hold, once they have been looked for.
     """
 
     datasets: Mapping[str, Any]
     stages: Mapping[str, Stages]
     samplers: Mapping[str, Any] = field(default_factory=dict)
-    orders: Mapping[str, OrderFile] = field(default_factory=dict)
     generators: Sequence[Generator] = ()

@@ -1,4 +1,4 @@
-"""The agent's side of the pipeline: serves trainers what the chunk store grants them."""
+"""The agent's side of the pipeline: serves trainers what the scheduler grants them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import (
     Advance,
     ArenaOpened,
+    AskForStats,
     ClosePass,
     OpenPass,
     PassId,
     PassOpened,
 )
 from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.server.production import Production
+from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.server.workers import Spawn
+from optuna_fleet.pipeline.spec import EpochKey
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import Port
 
@@ -28,7 +30,7 @@ _MOST_AHEAD = 16
 
 
 class PipelineServer:
-    """Serves trainers from one chunk store, and keeps preprocessors at work. Never blocks.
+    """Serves trainers from one set of chunks, and keeps preprocessors at work. Never blocks.
 
     Its sockets register themselves with ``selector``, with a callable as ``data``: the agent's
     loop is ``for key, mask in selector.select(timeout): key.data(mask)``. Preprocessors are
@@ -49,7 +51,7 @@ class PipelineServer:
         self._selector = selector
         self._notify = notify
         self._shares = not setup.num_alone
-        self._production = Production(
+        self._making = Making(
             setup,
             spawn=spawn,
             selector=selector,
@@ -58,7 +60,7 @@ class PipelineServer:
             clock=clock,
             peers=peers,
         )
-        self._store = self._production.store
+        self._scheduler = self._making.scheduler
         self._readers: dict[Hashable, Port] = {}
         self._unopened: dict[PassId, OpenPass] = {}
 
@@ -72,7 +74,7 @@ class PipelineServer:
             on_message=lambda message: self._from_reader(reader_id, message),
             on_close=lambda: self.remove_reader(reader_id),
         )
-        arena = self._production.arena
+        arena = self._making.arena
         channel.send(ArenaOpened(nbytes=arena.nbytes), [arena.descriptor])
 
     def remove_reader(self, reader_id: Hashable) -> None:
@@ -81,14 +83,14 @@ class PipelineServer:
         if channel is None:
             return
         channel.close()
-        for pass_id in [*self._unopened, *self._store.passes]:
+        for pass_id in [*self._unopened, *self._scheduler.passes]:
             if pass_id[0] == reader_id:
                 self._end_pass(pass_id)
         self._work()
 
     def child_died(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
-        known = [pool.child_died(pid) for pool in self._production.pools]
+        known = [pool.child_died(pid) for pool in self._making.pools]
         return any(known)
 
     def kill_stuck(self, limit_s: float) -> None:
@@ -96,7 +98,7 @@ class PipelineServer:
 
         Three that got stuck in a chunk make it an error.
         """
-        for pool in self._production.pools:
+        for pool in self._making.pools:
             pool.kill_stuck(limit_s)
 
     def resume(self) -> None:
@@ -105,25 +107,25 @@ class PipelineServer:
         To be called now and then: nothing tells when that is over. What there is to tell the user
         is told now: what goes wrong with that is not the fault of whoever was the cause.
         """
-        self._production.resume()
+        self._making.resume()
         self._work()
         for channel in self._readers.values():
             channel.resume()
-        while notices := self._production.notices.outbox:
+        while notices := self._making.notices.outbox:
             self._notify(notices.pop(0))
 
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""
-        return tuple(pid for pool in self._production.pools for pid in pool.pids)
+        return tuple(pid for pool in self._making.pools for pid in pool.pids)
 
     def num_stalled(self) -> int:
         """Returns how many passes wait for data, or for their first answer."""
-        return self._store.num_stalled + len(self._unopened)
+        return len(self._scheduler.stalled) + len(self._unopened)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
-        return self._production.stats()
+        return self._making.stats()
 
     def close(self) -> None:
         """Frees all memory and cuts everyone off.
@@ -133,7 +135,7 @@ class PipelineServer:
         for channel in self._readers.values():
             channel.close()
         self._readers.clear()
-        self._production.close()
+        self._making.close()
 
     def close_in_child(self) -> None:
         """Closes what a forked child inherited; every trainer the agent forks must call it first.
@@ -141,10 +143,10 @@ class PipelineServer:
         It could otherwise write what all others read, and would hide the death of its siblings.
         """
         self._close_in_preprocessor()
-        self._production.close_files()
+        self._making.close_files()
 
     def _close_in_preprocessor(self) -> None:
-        self._production.close_in_child()
+        self._making.close_in_child()
         for channel in self._readers.values():
             channel.close_in_child()
 
@@ -156,8 +158,10 @@ class PipelineServer:
                 self._advance((reader_id, message.pass_id), message)
             case OpenPass():
                 self._open((reader_id, message.pass_id), message)
+            case AskForStats():
+                self._readers[reader_id].send(self.stats())
             case ClosePass():
-                counts = self._production.counts
+                counts = self._making.counts
                 counts.consumed += message.num_consumed
                 counts.waited_s += message.waited_s
                 self._end_pass((reader_id, message.pass_id))
@@ -169,29 +173,23 @@ class PipelineServer:
         """Does what follows from an event: opens passes, orders chunks, tells readers."""
         for pass_id, opening in [*self._unopened.items()]:
             self._open(pass_id, opening)
-        self._production.work()
-        while self._store.outbox:
-            reader_id, message = self._store.outbox.popleft()
+        self._making.work()
+        while self._scheduler.outbox:
+            reader_id, message = self._scheduler.outbox.popleft()
             if (channel := self._readers.get(reader_id)) is not None:
                 channel.send(message)
 
     def _open(self, pass_id: PassId, message: OpenPass) -> None:
-        if not self._production.sizing.knows(message.name, message.epoch):
+        if not self._making.knows(message.name, message.epoch):
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened[pass_id] = message
             return
         self._unopened.pop(pass_id, None)
-        owner = None if self._shares else message.run_id
-        size = self._store.size(message.name)
-        self._store.open_pass(
-            pass_id,
-            message.name,
-            message.epoch,
-            message.start // size.chunk_size,
-            continues=message.continues,
-            owner=owner,
-        )
-        num_ahead = max(1, self._production.chunk_bytes // size.chunk_bytes)
+        key = EpochKey(message.name, message.epoch, None if self._shares else message.run_id)
+        size = self._scheduler.sizes[message.name]
+        cursor = message.start // size.chunk_size
+        self._scheduler.open_pass(pass_id, key, cursor, continues=message.continues)
+        num_ahead = max(1, self._making.chunk_bytes // size.chunk_bytes)
         opened = PassOpened(
             pass_id=message.pass_id,
             chunk_size=size.chunk_size,
@@ -200,15 +198,15 @@ class PipelineServer:
         self._readers[pass_id[0]].send(opened)
 
     def _advance(self, pass_id: PassId, message: Advance) -> None:
-        self._production.counts.consumed += message.num_consumed
-        self._store.move(pass_id, message.cursor)
-        self._store.release(pass_id, message.released)
+        self._making.counts.consumed += message.num_consumed
+        self._scheduler.move(pass_id, message.cursor)
+        self._scheduler.release(pass_id, message.released)
         for chunk in message.needed:
-            self._store.request(pass_id, chunk, urgent=True)
+            self._scheduler.request(pass_id, chunk, urgent=True)
         for chunk in message.ahead:
-            self._store.request(pass_id, chunk, urgent=False)
+            self._scheduler.request(pass_id, chunk, urgent=False)
 
     def _end_pass(self, pass_id: PassId) -> None:
         self._unopened.pop(pass_id, None)
-        if pass_id in self._store.passes:
-            self._store.close_pass(pass_id)
+        if pass_id in self._scheduler.passes:
+            self._scheduler.close_pass(pass_id)

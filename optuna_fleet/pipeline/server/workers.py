@@ -29,30 +29,35 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Worker:
+    """``since`` it got the key, was done with the last one, or said that it works."""
+
     pid: int
-    channel: Port
+    port: Port
+    since: float
     key: ChunkKey | None = None
-    since: float = 0.0  # when it got the key, was done with the last one, or said that it works
     is_fresh: bool = True
     is_cut_off: bool = False
 
+    @property
+    def is_idle(self) -> bool:
+        return self.key is None and not self.is_cut_off
 
-class PreprocessorPool:
-    """Keeps at most ``limit`` preprocessors, each with at most one chunk to work on.
+
+class Workers:
+    """At most ``limit()`` processes, each with at most one chunk to work on.
 
     ``on_lost`` is called with the chunk that a dead one worked on, or None, ``on_idle`` when there
     is one more who could work, ``on_unstarted`` with the reason why one could not be started; that
     is tried again.
 
     Attributes:
-        target: How many are wanted now, at most ``limit``.
         num_lost: How many died.
     """
 
     def __init__(
         self,
         *,
-        limit: int,
+        limit: Callable[[], int],
         spawn: Spawn,
         main: Callable[[socket.socket], None],
         selector: selectors.BaseSelector,
@@ -62,7 +67,7 @@ class PreprocessorPool:
         on_unstarted: Callable[[OSError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.target = limit
+        self._limit = limit
         self._spawn = spawn
         self._main = main
         self._selector = selector
@@ -72,8 +77,6 @@ class PreprocessorPool:
         self._on_unstarted = on_unstarted
         self._clock = clock
         self._workers: dict[int, _Worker] = {}
-        self._idle: list[_Worker] = []  # the one that was at work last is the next to be
-        self._num_fresh = 0
         self._ending: set[int] = set()
         self._waiting: deque[MeasureSample | ProduceChunk] = deque()  # for somebody to do it
         self._retry_s = 0.0
@@ -81,37 +84,37 @@ class PreprocessorPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Pids of the preprocessors that run."""
+        """Pids of those that run."""
         return tuple(self._workers)
 
     @property
     def num_running(self) -> int:
-        """Number of the preprocessors that run."""
+        """Number of those that run."""
         return len(self._workers)
 
     @property
-    def channels(self) -> tuple[Port, ...]:
-        """Their channels."""
-        return tuple(worker.channel for worker in self._workers.values())
+    def ports(self) -> tuple[Port, ...]:
+        """Our ends of their sockets."""
+        return tuple(worker.port for worker in self._workers.values())
 
     @property
     def num_busy(self) -> int:
-        """Number of chunks that preprocessors work on, or would if they could be started."""
-        return len(self._waiting) + len(self._workers) - len(self._idle)
+        """Number of chunks that are worked on, or would be if a process could be started."""
+        return len(self._waiting) + sum(not each.is_idle for each in self._workers.values())
 
     @property
     def has_fresh(self) -> bool:
         """Whether some have yet to finish their first chunk: they still load the data sets."""
-        return self._num_fresh > 0
+        return any(worker.is_fresh for worker in self._workers.values())
 
     def has_room(self) -> bool:
         """Returns whether one more chunk could be worked on."""
-        return self.num_busy < self.target
+        return self.num_busy < self._limit()
 
     def give(self, work: MeasureSample | ProduceChunk) -> None:
-        """Hands work to an idle preprocessor, or to a new one; call only if there is room."""
+        """Hands work to an idle one, or to a new one; call only if there is room."""
         self._waiting.append(work)
-        self._give_to_idle()
+        self._hand_out()
         if self._waiting:
             self._start_for_waiting()
 
@@ -122,13 +125,13 @@ class PreprocessorPool:
         """
         if self._waiting and self._clock() >= self._retry_s:
             self._start_for_waiting()
-        for channel in self.channels:
-            channel.resume()
-        while end_idle and self._idle and self._clock() - self._idle[0].since >= IDLE_S:
-            worker = self._idle.pop(0)
-            self._remove(worker)
-            worker.channel.close()  # it exits when it notices
-            self._ending.add(worker.pid)
+        for port in self.ports:
+            port.resume()
+        for worker in self._idle() if end_idle else ():
+            if self._clock() - worker.since >= IDLE_S:
+                worker.port.close()  # it exits when it notices
+                self._ending.add(worker.pid)
+                del self._workers[worker.pid]
 
     def kill_stuck(self, limit_s: float) -> None:
         """Kills those who have worked on one sample for so long; others try it again."""
@@ -137,61 +140,62 @@ class PreprocessorPool:
             return worker.key is not None and self._clock() - worker.since >= limit_s
 
         for worker in filter(is_stuck, list(self._workers.values())):
-            worker.channel.drain()  # if we were away, it may be done
+            worker.port.drain()  # if we were away, it may be done
             if is_stuck(worker):
-                self._kill(worker)
+                _kill(worker)
                 worker.since = self._clock()  # once is enough
 
     def child_died(self, pid: int) -> bool:
-        """Tells that a child was reaped; returns whether it was a preprocessor of this pool."""
+        """Tells that a child was reaped; returns whether it was one of these."""
         worker = self._workers.get(pid)
         if worker is None:
             known = pid in self._ending
             self._ending.discard(pid)
             return known
-        worker.channel.drain()  # perhaps it finished a chunk before it died
-        worker.channel.close()
-        self._remove(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
+        worker.port.drain()  # perhaps it finished a chunk before it died
+        worker.port.close()
+        del self._workers[pid]
         self.num_lost += 1
         self._on_lost(worker.key)
         return True
 
     def close(self) -> None:
-        """Closes the sockets; preprocessors exit when they notice."""
-        for worker in self._workers.values():
-            worker.channel.close()
+        """Closes the sockets; processes exit when they notice."""
+        for port in self.ports:
+            port.close()
         self._ending.update(self._workers)
         self._workers.clear()
-        self._idle.clear()
 
-    def _give_to_idle(self) -> None:
-        while self._waiting and self._idle:
-            worker, work = self._idle.pop(), self._waiting.popleft()
+    def _idle(self) -> list[_Worker]:
+        """The one that was at work last is the next to be."""
+        idle = (worker for worker in self._workers.values() if worker.is_idle)
+        return sorted(idle, key=lambda worker: worker.since)
+
+    def _hand_out(self) -> None:
+        idle = self._idle() if self._waiting else []
+        while self._waiting and idle:
+            worker, work = idle.pop(), self._waiting.popleft()
             worker.key, worker.since = work.key, self._clock()
-            worker.channel.send(work)
+            worker.port.send(work)
 
     def _start_for_waiting(self) -> None:
         try:
             while self._waiting:
                 self._start()
-                self._give_to_idle()
+                self._hand_out()
         except OSError as error:
             self._retry_s = self._clock() + _RETRY_AFTER_S
             self._on_unstarted(error)
 
     def _start(self) -> None:
         pid, sock = self._spawn(self._main)
-        channel = Port(
+        port = Port(
             sock,
             self._selector,
             on_message=lambda message: self._received(worker, message),
             on_close=lambda: self._cut_off(worker),
         )
-        worker = self._workers[pid] = _Worker(pid, channel, since=self._clock())
-        self._idle.append(worker)
-        self._num_fresh += 1
+        worker = self._workers[pid] = _Worker(pid, port, self._clock())
 
     def _received(self, worker: _Worker, message: object) -> None:
         if isinstance(message, AtWork):
@@ -200,26 +204,19 @@ class PreprocessorPool:
         try:
             self._on_message(message)
         except Exception:
-            self._kill(worker)  # and what it was at is lost with it
+            _kill(worker)  # and what it was at is lost with it
             raise
-        self._num_fresh -= worker.is_fresh
         worker.key, worker.since, worker.is_fresh = None, self._clock(), False
         if not worker.is_cut_off:
-            self._idle.append(worker)
-            self._give_to_idle()
+            self._hand_out()
             self._on_idle()
 
     def _cut_off(self, worker: _Worker) -> None:
         # What it may write to is free when it is reaped, and not before.
         worker.is_cut_off = True
-        if worker in self._idle:
-            self._idle.remove(worker)
-        self._kill(worker)
+        _kill(worker)
 
-    def _kill(self, worker: _Worker) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
 
-    def _remove(self, worker: _Worker) -> None:
-        del self._workers[worker.pid]
-        self._num_fresh -= worker.is_fresh
+def _kill(worker: _Worker) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(worker.pid, signal.SIGKILL)

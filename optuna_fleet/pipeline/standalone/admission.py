@@ -1,23 +1,22 @@
-"""Who may read from a pipeline that serves processes it did not start.
+"""Who may read from a pipeline that serves processes it did not start: those of its user.
 
-The server listens on an abstract Unix socket, which leaves no file behind. Both ends check that
-the other one runs as the same user and that it knows the pipeline's secret (HMAC-SHA256 over fresh
-nonces of both) before they unpickle anything from it.
+The server listens on a Unix socket in a folder that nobody else may enter. Readers unpickle what
+comes from there, so they look whose process it is: the folder may be gone, and another user's be
+there in its place.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
+import shutil
 import socket
 import struct
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from optuna_fleet.exceptions import ProtocolError
 
-NONCE_BYTES = 32
-_PROOF_BYTES = 32
 _CREDENTIALS = struct.Struct("3i")
 _LIMIT_S = 120
 _FOREVER_S = 0
@@ -26,91 +25,56 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a pipeline is served, and the secret to be let in.
+    """Where a pipeline is served: a folder with a socket in it."""
 
-    Attributes:
-        name: Name of the socket; abstract, so the kernel forgets it with the server.
-        secret: Never printed, never sent.
-    """
+    folder: str
 
-    name: str = field(default_factory=lambda: f"\0optuna-fleet-{secrets.token_hex(16)}")
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    @classmethod
+    def new(cls) -> Address:
+        """Returns an address at which there is nobody yet."""
+        return cls(folder=tempfile.mkdtemp(prefix="optuna-fleet-"))
+
+    def forget(self) -> None:
+        """Removes what there is of it; harmless if it is gone."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def listen(self) -> socket.socket:
         """Returns a listening socket."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.bind(self.name)
+        self._to(sock.bind)
         sock.listen(_BACKLOG)
         return sock
 
-    def connect(self, wish: bytes) -> socket.socket:
-        """Returns a connection to the server, which was told the wish (one byte).
+    def connect(self) -> socket.socket:
+        """Returns a connection to the server.
 
         Raises:
-            ProtocolError: It is an impostor.
-            ConnectionError: It is gone.
-            BlockingIOError: It does not answer.
-            EOFError: It went away, or refused.
+            ProtocolError: It is another user's.
+            FileNotFoundError: It is gone.
+            ConnectionError: It was killed.
+            BlockingIOError: It lets nobody in.
             OSError: This process can't have one more connection.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            # By the kernel: with Python's limits nobody waits behind many others.
             _limit(sock, _LIMIT_S)
-            sock.connect(self.name)
-            self._enter(sock, wish)
+            self._to(sock.connect)
             _limit(sock, _FOREVER_S)
+            if peer_uid(sock) != os.geteuid():
+                raise ProtocolError("The pipeline's socket is held by another user's process.")
         except BaseException:
             sock.close()
             raise
         return sock
 
-    def _enter(self, sock: socket.socket, wish: bytes) -> None:
-        if peer_uid(sock) != os.geteuid():
-            raise ProtocolError("The pipeline's socket is held by another user's process.")
-        theirs, mine = _packet(sock), secrets.token_bytes(NONCE_BYTES)
-        sock.sendall(mine + derived(self.secret, b"reader" + wish, mine, theirs) + wish)
-        if not hmac.compare_digest(_packet(sock), derived(self.secret, b"server", mine, theirs)):
-            raise ProtocolError("The process on the pipeline's socket does not know its secret.")
-
-
-class Applicant:
-    """The server's end of a connection, non-blocking now, whose peer has yet to prove itself.
-
-    Raises:
-        ProtocolError: It is another user's process.
-        OSError: It is gone.
-    """
-
-    def __init__(self, sock: socket.socket, secret: bytes) -> None:
-        if peer_uid(sock) != os.geteuid():
-            raise ProtocolError("A process of another user tried to read from the pipeline.")
-        self._sock = sock
-        self._secret = secret
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        sock.setblocking(False)
-        sock.send(self._nonce)
-
-    def admit(self) -> bytes:
-        """Call when the socket is readable; returns what the peer wishes.
-
-        Raises:
-            ProtocolError: It does not know the secret.
-            OSError: It is gone.
-        """
-        answer = self._sock.recv(NONCE_BYTES + _PROOF_BYTES + 1)
-        theirs, wish = answer[:NONCE_BYTES], answer[NONCE_BYTES + _PROOF_BYTES :]
-        proof = answer[NONCE_BYTES : NONCE_BYTES + _PROOF_BYTES]
-        if not hmac.compare_digest(
-            proof, derived(self._secret, b"reader" + wish, theirs, self._nonce)
-        ):
-            raise ProtocolError("A process that does not know the secret tried to read.")
-        self._sock.send(derived(self._secret, b"server", theirs, self._nonce))
-        return wish
-
-
-def derived(secret: bytes, purpose: bytes, client: bytes, server: bytes) -> bytes:
-    """Returns a proof that one knows the secret, for the nonces of a connection's ends."""
-    return hmac.digest(secret, purpose + client + server, "sha256")
+    def _to(self, call: Callable[[str], object]) -> None:
+        """Names of sockets are short, those of folders need not be."""
+        folder = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            call(f"/proc/self/fd/{folder}/socket")
+        finally:
+            os.close(folder)
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -120,13 +84,5 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def _limit(sock: socket.socket, seconds: int) -> None:
-    """How long to wait. By the kernel: with Python's limits nobody waits behind many others."""
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
-
-
-def _packet(sock: socket.socket) -> bytes:
-    packet = sock.recv(NONCE_BYTES)
-    if len(packet) != NONCE_BYTES:
-        raise EOFError
-    return packet

@@ -6,7 +6,6 @@ with its owner: when the owner says so, or is no more.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -17,27 +16,20 @@ import sys
 import time
 from itertools import count
 
-from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.server.server import PipelineServer
-from optuna_fleet.pipeline.standalone.admission import Applicant
-from optuna_fleet.pipeline.standalone.standalone import COUNT, READ, ServerConfig
+from optuna_fleet.pipeline.standalone.standalone import ServerConfig
 from optuna_fleet.processes import Forks, end_session, preload, run_loop
 
-_MAX_APPLICANTS = 128
-_QUIET_S = 60.0
 _LOOK_EVERY_S = 2.0
 
 
 class _Server:
     def __init__(self, config: ServerConfig) -> None:
-        self._secret = config.secret
+        self._address = config.address
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=config.listener)
         self._lifeline = socket.socket(fileno=config.lifeline)
         self._owner = os.pidfd_open(config.owner_pid)
-        self._applicants: dict[socket.socket, Applicant] = {}  # the oldest first
-        self._quiet_until = 0.0
         self._listens_at_s: float | None = None
         self._numbers = count()
         self._forks = Forks(
@@ -67,6 +59,7 @@ class _Server:
             pass
         finally:
             self._forks.kill_all()
+            self._address.forget()  # the owner may have been killed
 
     def _look_after(self) -> None:
         self._pipeline.kill_stuck(self._stuck_s)
@@ -84,54 +77,14 @@ class _Server:
                 self._selector.unregister(self._listener)
                 self._listens_at_s = time.monotonic() + _LOOK_EVERY_S
             return
-        try:
-            applicant = Applicant(sock, self._secret)
-        except (OSError, ProtocolError) as error:
-            self._refuse(sock, error)
-            return
-        if len(self._applicants) >= _MAX_APPLICANTS:
-            oldest = next(iter(self._applicants))
-            self._forget(oldest)
-            self._refuse(oldest, ProtocolError("Too many processes tried to read at once."))
-        self._applicants[sock] = applicant
-        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._admit(sock))
-
-    def _admit(self, sock: socket.socket) -> None:
-        if sock not in self._applicants:
-            return  # made room for another a moment ago
-        applicant = self._forget(sock)
-        try:
-            wish = applicant.admit()
-        except (OSError, ProtocolError) as error:
-            self._refuse(sock, error)
-            return
-        if wish == READ:
-            self._pipeline.add_reader(next(self._numbers), sock)
-            return
-        with sock, contextlib.suppress(OSError):
-            if wish == COUNT:
-                wire.send(sock, self._pipeline.stats())
-
-    def _forget(self, sock: socket.socket) -> Applicant:
-        self._selector.unregister(sock)
-        return self._applicants.pop(sock)
-
-    def _refuse(self, sock: socket.socket, error: Exception) -> None:
-        sock.close()
-        if time.monotonic() >= self._quiet_until:  # a flood must not fill the log
-            self._quiet_until = time.monotonic() + _QUIET_S
-            logging.getLogger(__name__).warning(
-                "A stranger was refused: %s Further ones are not told of for %g s.",
-                error,
-                _QUIET_S,
-            )
+        self._pipeline.add_reader(next(self._numbers), sock)
 
     def _exited(self, pid: int, exit_code: int) -> None:
         self._pipeline.child_died(pid)
 
     def _close_inherited(self) -> None:
         os.close(self._owner)
-        for sock in (self._listener, self._lifeline, *self._applicants):
+        for sock in (self._listener, self._lifeline):
             sock.close()
 
 

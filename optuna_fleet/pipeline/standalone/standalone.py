@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
-from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline import limits, wire
+from optuna_fleet.pipeline.messages import AskForStats
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
-from optuna_fleet.pipeline.wire import MAX_PACKET, socket_pair
 from optuna_fleet.processes import ModuleProcess, cause_of_death, fill_standard_streams
 from optuna_fleet.resources import cpu_count, num_gpus
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.shared_pipeline import SharedPipeline
 
-READ, COUNT = b"r", b"c"
-"""What a process may wish for: to read, or to be told the counts."""
-
-_GONE = (ConnectionError, BlockingIOError, EOFError)
+_GONE = (ConnectionError, BlockingIOError, EOFError, FileNotFoundError)
 
 _SERVER = "optuna_fleet.pipeline.standalone.main"
 
@@ -42,7 +38,7 @@ class ServerConfig:
     """
 
     setup: PipelineSetup
-    secret: bytes = field(repr=False)
+    address: Address
     listener: int
     lifeline: int
     owner_pid: int
@@ -80,8 +76,10 @@ class PipelineHandle:
             FleetError: The pipeline runs no more.
         """
         try:
-            with self.address.connect(COUNT) as sock:
-                stats = pickle.loads(sock.recv(MAX_PACKET))
+            with self.address.connect() as sock:
+                wire.receive(sock)  # where the samples are, which is for readers
+                wire.send(sock, AskForStats())
+                stats = wire.receive(sock)
         except _GONE as error:
             raise _gone() from error
         assert isinstance(stats, PipelineStats)
@@ -96,7 +94,7 @@ class PipelineReader:
         from optuna_fleet.pipeline.reader.client import PipelineClient
 
         try:
-            self._sock = handle.address.connect(READ)
+            self._sock = handle.address.connect()
         except _GONE as error:
             raise _gone(server) from error
         self._client = PipelineClient(self._sock, handle.spec)
@@ -203,17 +201,17 @@ class Session:
 
     def __init__(self, pipeline: SharedPipeline) -> None:
         fill_standard_streams()
-        address = Address()
         setup = self._setup = _setup(pipeline)  # kept: the server opens its file when it starts
-        self.handle = PipelineHandle(address=address, spec=setup.spec)
         self._owner_pid = os.getpid()
         self._readers: dict[tuple[int, int], PipelineReader] = {}
-        self._lifeline, lifeline = socket_pair()
+        self._lifeline, lifeline = wire.socket_pair()
+        address = Address.new()
+        self.handle = PipelineHandle(address=address, spec=setup.spec)
         try:
             with lifeline, address.listen() as listener:
                 config = ServerConfig(
                     setup=setup,
-                    secret=address.secret,
+                    address=address,
                     listener=listener.fileno(),
                     lifeline=lifeline.fileno(),
                     owner_pid=self._owner_pid,
@@ -230,6 +228,7 @@ class Session:
                 )
         except BaseException:
             self._lifeline.close()
+            address.forget()
             raise
 
     @property
@@ -254,6 +253,7 @@ class Session:
                 with contextlib.suppress(OSError):
                     self._lifeline.shutdown(socket.SHUT_RDWR)
                 self._server.close()
+                self.handle.address.forget()  # the server may have been killed
 
 
 def _setup(pipeline: SharedPipeline) -> PipelineSetup:

@@ -7,11 +7,11 @@ import math
 import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import set_rng_state
-
-Read = Callable[[Any], bytes | bytearray]
 
 _PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
@@ -141,7 +139,7 @@ def _check_loadable(file: MemoryFile) -> None:
     try:
         try:
             unpacked(file, "meta")  # reads no numbers
-        except RuntimeError:  # sparse tensors need theirs
+        except (RuntimeError, pickle.UnpicklingError):  # sparse tensors need theirs
             unpacked(file)
     except pickle.UnpicklingError as error:
         why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
@@ -188,59 +186,34 @@ def _on_device(state: dict[str, Any]) -> list[int]:
     return [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_cpu]
 
 
-def write(file: IO[bytes], content: Captured, owner: Owner) -> None:
-    """Write it into an empty file.
-
-    Raises:
-        OSError: It can't be written.
-    """
-
-    def put(payload: IO[bytes]) -> None:
-        payload.write(content.file.data)
-
-    checkpoint_file.write(file, put, owner=owner, epoch=content.epoch)
-
-
-def load_newest(
-    paths: Iterable[str],
-    owner: Owner,
-    parameters: Mapping[str, Any] | None = None,
-    read: Read = checkpoint_file.contents,
-) -> tuple[Captured | None, list[str]]:
-    """Read the newest good checkpoint of several.
-
-    Args:
-        paths: Where the trial has its checkpoints, the newest first.
-        owner: The trial; what is another's is not good.
-        parameters: What the study has suggested to it so far; likewise.
-        read: Reads the file of a checkpoint.
-
-    Returns:
-        The checkpoint, or None if none is good; and what was wrong with those passed over.
-    """
-    problems: list[str] = []
-    for path in paths:
-        try:
-            return load(path, owner, parameters, read), problems
-        except CheckpointError as error:
-            problems.append(str(error))
-    return None, problems
-
-
-def load(
-    path: str | os.PathLike[str],
-    owner: Owner,
-    parameters: Mapping[str, Any] | None = None,
-    read: Read = checkpoint_file.contents,
-) -> Captured:
+def load(path: str | os.PathLike[str], owner: Owner) -> Captured:
     """Read and verify a checkpoint; its tensors are on the CPU.
 
     Raises:
-        CheckpointError: If the file is missing, torn, altered, of another format, or another
-            trial's; or of a trial of that number that had other `parameters`; or if torch can't
-            load what is in it.
+        CheckpointError: As of `loaded`, or it can't be read.
     """
-    payload = checkpoint_file.verified(path, read(path), owner)
+    return loaded(path, checkpoint_file.contents(path), owner)
+
+
+def loaded(
+    path: str | os.PathLike[str],
+    data: bytes | bytearray,
+    owner: Owner,
+    parameters: Mapping[str, Any] | None = None,
+) -> Captured:
+    """The checkpoint that `data` is, which was read at `path`.
+
+    Args:
+        path: For errors.
+        data: All that is in the file.
+        owner: The trial; what is another's is not good.
+        parameters: What the study has suggested to it so far; likewise.
+
+    Raises:
+        CheckpointError: It is torn, altered, of another format, or another trial's; or of a trial
+            of that number that had other `parameters`; or torch can't load what is in it.
+    """
+    payload = checkpoint_file.verified(path, data, owner)
     try:
         file = MemoryFile.of(payload)
         content = unpacked(file)

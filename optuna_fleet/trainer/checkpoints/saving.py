@@ -39,7 +39,6 @@ class Saver:
     def __init__(self, session: Session, before: Saver | None = None) -> None:
         self._session = session
         self._run = session.run
-        self._owner = Owner(study=self._run.study_name, trial=self._run.number)
         self._files = RunFiles(self._run, session.dial)
         self._thread: threading.Thread | None = before._thread if before else None
         self._has_failed = False
@@ -47,11 +46,14 @@ class Saver:
         self._written_best: Captured | None = before._written_best if before else None
 
     def newest(self) -> tuple[Captured | None, list[str]]:
-        """Read the newest good one that the trial has; see `checkpoint.load_newest`."""
-        run = self._run
-        return checkpoint.load_newest(
-            run.checkpoints, self._owner, run.parameters, self._files.read
-        )
+        """Read the newest good one that the trial has; and say what is wrong with newer ones."""
+        problems: list[str] = []
+        for path in self._run.checkpoints:
+            try:
+                return self._files.load(path), problems
+            except CheckpointError as error:
+                problems.append(str(error))
+        return None, problems
 
     @property
     def is_busy(self) -> bool:
@@ -119,8 +121,7 @@ class Saver:
         """What `keep_best` has kept when `value` was reported, in this run or an earlier one."""
         for path in self._run.bests if self._best is None else ():
             with suppress(CheckpointError, RetryableError):
-                known = self._run.parameters
-                found = checkpoint.load(path, self._owner, known, self._files.read)
+                found = self._files.load(path)
                 # One newer than the checkpoint that the trial went on with may be of another.
                 if next(reversed(found.content.history.values())) == value:
                     return found
@@ -142,9 +143,7 @@ class Saver:
         )
 
     def _save(self, content: Captured, position: tuple[int, ...], kind: str) -> str:
-        return self._files.write(
-            position, kind, lambda file: checkpoint.write(file, content, self._owner)
-        )
+        return self._files.write(position, kind, content)
 
     def _failed(self, error: Exception) -> None:
         self._tell(CheckpointFailed(run_id=self._run.run_id, problem=str(error)))
@@ -159,12 +158,11 @@ class RunFiles:
 
     def __init__(self, run: RunTrial, dial: Callable[[], Channel]) -> None:
         self._run = run
+        self._owner = Owner(study=run.study_name, trial=run.number)
         self._dial = dial
         self._is_shared = is_shared(Path(run.folder).parent, run.folder_token)
 
-    def write(
-        self, position: tuple[int, ...], kind: str, write: Callable[[IO[bytes]], None]
-    ) -> str:
+    def write(self, position: tuple[int, ...], kind: str, content: Captured) -> str:
         """Write one of this run's checkpoints, whole or not at all; return where it is.
 
         Raises:
@@ -175,14 +173,14 @@ class RunFiles:
         path = Path(run.folder, str(name))
         if self._is_shared:
             with checkpoint_file.written(path), Store(path.parent).write(path.name) as file:
-                write(file)
+                self._put(file, content)
             return str(path)
         with (
             _said_as(CheckpointError, f"The checkpoint {path} can't be sent to the driver"),
             tempfile.TemporaryFile(prefix="optuna-fleet-") as file,
         ):
             with checkpoint_file.written(Path(tempfile.gettempdir(), str(name))):
-                write(file)
+                self._put(file, content)
                 file.flush()
             with self._connected() as channel:
                 channel.send(Put(study=run.study_name, name=str(name)))
@@ -192,15 +190,21 @@ class RunFiles:
                     raise CheckpointError(answer.problem)
         return str(path)
 
-    def read(self, path: str) -> bytes | bytearray:
-        """All that is in a checkpoint of this trial.
+    def _put(self, file: IO[bytes], content: Captured) -> None:
+        checkpoint_file.write(file, content.file.data, owner=self._owner, epoch=content.epoch)
+
+    def load(self, path: str) -> Captured:
+        """Read a checkpoint of this trial, see `checkpoint.load`.
 
         Raises:
-            CheckpointError: It can't be read.
+            CheckpointError: It can't be read, or is not good.
             RetryableError: The driver can't be reached.
         """
-        if self._is_shared:
-            return checkpoint_file.contents(path)
+        run = self._run
+        data = checkpoint_file.contents(path) if self._is_shared else self._fetched(path)
+        return checkpoint.loaded(path, data, self._owner, run.parameters)
+
+    def _fetched(self, path: str) -> bytearray:
         data = bytearray()
         with (
             _said_as(RetryableError, f"The checkpoint {path} can't be fetched from the driver"),

@@ -1,7 +1,7 @@
 """What the objects of a trial hold, as it is checkpointed and put back.
 
 That is their ``state_dict``, and what it leaves out and a move would lose: which parameters are
-frozen, buffers that are not persistent but were changed, groups of parameters that an optimizer
+frozen, buffers that are not persistent, groups of parameters that an optimizer
 was given in a later epoch, and gradients that have been accumulated but not stepped with. Modules
 have it under their own names, whether ``torch.compile`` wraps them or not.
 """
@@ -13,12 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-
-_begun = WeakKeyDictionary[torch.nn.Module, dict[str, tuple[int, ...]]]()
-"""Of modules, as they were prepared: marks of their buffers that are not persistent."""
 
 
 def state_of(thing: Any) -> dict[str, Any]:
@@ -82,7 +78,7 @@ def remainder_of(objects: Sequence[Any], *, with_gradients: bool) -> list[dict[s
                 {
                     "frozen": frozen,
                     "gradients": gradients if with_gradients else {},
-                    "buffers": _changed_buffers(thing),
+                    "buffers": _unsaved_buffers(thing),
                 }
             )
         elif isinstance(thing, torch.optim.Optimizer):
@@ -114,31 +110,12 @@ def restore_remainder(thing: Any, saved: dict[str, Any]) -> None:
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device, copy=True)
     for name, buffer in _unsaved_buffers(thing).items():
-        if name in saved.get("buffers", {}):
+        was = saved["buffers"].get(name)
+        if was is None or was.shape != buffer.shape:  # one that has grown is made again
+            continue
+        if not torch.equal(buffer, was := was.to(buffer.device)):
             with torch.no_grad():
-                buffer.copy_(saved["buffers"][name])
-
-
-def begin_with(module: torch.nn.Module) -> None:
-    """What is changed in it from now on must be saved."""
-    _begun[module] = {name: _mark_of(b) for name, b in _unsaved_buffers(module).items()}
-
-
-def _changed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Not those that were made, or have grown, since then: they are made again."""
-    begun = _begun.get(module, {})
-    return {
-        name: buffer
-        for name, buffer in _unsaved_buffers(module).items()
-        if name in begun
-        and begun[name] != (mark := _mark_of(buffer))
-        and begun[name][2:] == mark[2:]
-    }
-
-
-def _mark_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, *tensor.shape
+                buffer.copy_(was)
 
 
 def _unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 """What this rank trains on, and how fast.
 
 `shard_loader` gives batches out, of the passes that `reading` finds; `feed` brings them to an
-accelerator; `shards` is what an objective iterates over; `stopwatch` measures the rate.
+accelerator; `stopwatch` measures the rate.
 """

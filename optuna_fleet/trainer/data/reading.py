@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
+
+if TYPE_CHECKING:
+    from optuna_fleet.trainer.data.shard_loader import ShardLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +154,24 @@ class Reading:
             return periods.batches(read, position.epoch, first_step)
         goes_on = position.epoch + 1 < position.num_epochs
         return read(epoch=position.epoch, first_step=first_step, continues=goes_on)
+
+
+class Shards:
+    """One epoch's batches, this rank's share of each: what `FleetTrial.batches` returns."""
+
+    def __init__(self, loader: ShardLoader, asked: Asked, *, movable: bool) -> None:
+        self._loader = loader
+        self._asked = asked
+        self._movable = movable
+
+    @property
+    def most_samples(self) -> int:
+        """Of a batch, over all ranks."""
+        return min(self._asked.batch_size, self._loader.num_samples(self._asked.name))
+
+    def __len__(self) -> int:
+        """Number of steps in the epoch, the same on every rank."""
+        return self._loader.num_steps(self._asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.read(self._asked, movable=self._movable)

@@ -19,8 +19,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Asked, Reading
-from optuna_fleet.trainer.data.shards import Shards
+from optuna_fleet.trainer.data.reading import Asked, Reading, Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
@@ -206,7 +205,7 @@ class ShardLoader:
         assert self._reading is not None
         if not self._modules and not self._position.reads_unprepared:
             self._position.reads_unprepared = True
-            self._widths.bound(Bounds(max_devices=1))
+            self._widths.bounds = Bounds(max_devices=1)
             self._session.remark(["unprepared"], _UNPREPARED)
         name = asked.name
         can_leave = movable and not self._gives_whole_batches
@@ -339,7 +338,7 @@ class ShardLoader:
         Raises:
             FleetConfigError: It reads no batches, and so can have no more devices.
         """
-        self._widths.bound(replace(self._widths.bounds, min_devices=num_devices))
+        self._widths.bounds = replace(self._widths.bounds, min_devices=num_devices)
         if self._reached is not None:
             most = self._widths.bounds.most_for(self._reached.max_devices)
             self._tell_reached(replace(self._reached, min_devices=num_devices, max_devices=most))

@@ -7,9 +7,10 @@ one device works on several. So their results never carry gradients, not even th
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -19,14 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.accelerator import ACCELERATORS
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
-from optuna_fleet.trainer.groups import (
-    group_size,
-    of_first_rank,
-    unlike,
-    wire_device,
-)
+from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.nested import map_leaves
 
 _MESSAGE_BYTES = 64 * 2**20  # of a GPU's memory
@@ -126,6 +122,32 @@ def broadcast(own: MemoryFile | None) -> MemoryFile | None:
         dist.broadcast(sent, src=0)
         part.copy_(sent)
     return file
+
+
+def of_first_rank(numbers: Sequence[int]) -> list[int]:
+    """Returns the numbers that rank 0 has; all ranks must call it, with as many of them."""
+    if group_size() == 1:
+        return list(numbers)
+    shared = torch.tensor(list(numbers), device=wire_device())
+    dist.broadcast(shared, src=0)
+    return [int(number) for number in shared.tolist()]
+
+
+def are_same(items: Iterable[object]) -> bool:
+    """Whether the ``repr`` of each of the items is equal on all ranks."""
+    digest = hashlib.sha256("\n".join(map(repr, items)).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    extremes = torch.tensor([number, -number], device=wire_device())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return bool(extremes.sum() == 0)
+
+
+def unlike(what: str) -> TrialError:
+    """To be raised on every rank."""
+    return TrialError(
+        f"{what} differs between the ranks of the trial, but must be the same on each. Does the "
+        "objective draw numbers that are not seeded, or depend on the rank?"
+    )
 
 
 def one_number(value: Any, name: str) -> Tensor:

@@ -84,21 +84,14 @@ class Reducer:
         All ranks watch the same modules in the same order. Parameters may be frozen and unfrozen
         at any time, but those that are added later are not reduced.
         """
-        known, number = self._known(), len(set(self._module_of))
+        known = {id(param) for ref in self._params if (param := ref()) is not None}
+        number = len(set(self._module_of))
         for param in module.parameters():
             if id(param) not in known and (param.is_floating_point() or param.is_complex()):
                 self._hooks.append(_hook_gradient(param, partial(self._arrive, len(self._params))))
                 self._params.append(TensorWeakRef(param))
                 self._module_of.append(number)
         self.begin_epoch()
-
-    def knows(self, module: torch.nn.Module) -> bool:
-        """Whether it reduces gradients of this module's parameters."""
-        known = self._known()
-        return any(id(param) in known for param in module.parameters())
-
-    def _known(self) -> set[int]:
-        return {id(param) for ref in self._params if (param := ref()) is not None}
 
     def begin_epoch(self) -> None:
         """Expect nothing of the next pass: other parameters may be trained from now on."""

@@ -7,7 +7,7 @@ table per sample, a decision by a rank's own loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optuna_fleet.trainer.gradients.collectives import are_same, unlike
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.groups import are_same, check_agreement, group_size, wire_device
+from optuna_fleet.trainer.groups import group_size, wire_device
 
 _NUMPY = (np.ndarray, np.generic)
-_MESSAGE_BYTES = 25 * 2**20
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
 _EPSILONS = 100  # unlike devices round in ways of their own
 
@@ -40,37 +40,20 @@ def check_same(module: torch.nn.Module) -> None:
         TrialError: It differs.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    check_agreement(
-        ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
-        f"The model {type(module).__name__}",
-    )
+    # A collective on unlike sizes would abort the process.
+    if not are_same((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors):
+        raise unlike(f"The model {type(module).__name__}")
 
 
 @torch.no_grad()
 def make_same(module: torch.nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0."""
-    for chunk in _chunks([*module.parameters(), *module.buffers()]):
-        flat = torch.cat([_bytes(tensor) for tensor in chunk]).to(wire_device())
-        dist.broadcast(flat, src=0)  # rank 0 of the trial's group
-        parts = torch.split(flat, [tensor.nbytes for tensor in chunk])
-        for tensor, part in zip(chunk, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Not all types of numbers can travel."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    chunk: list[Tensor] = []
-    for tensor in tensors:
-        if chunk and sum(one.nbytes for one in chunk) + tensor.nbytes > _MESSAGE_BYTES:
-            yield chunk
-            chunk = []
-        chunk.append(tensor)
-    if chunk:
-        yield chunk
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.numel():
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # any type can travel
+            sent = data.to(wire_device())
+            dist.broadcast(sent, src=0)  # rank 0 of the trial's group
+            tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
 class Net:

@@ -94,7 +94,6 @@ class Weights:
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
         step: How many batches were handed out for training; 0 where another thread takes them.
-        was_weighted: `weigh` was called for the gradients that were reduced last.
 
     Args:
         go_on_with_fewer: Told of what can't be done on so many devices, and on how many it can,
@@ -113,7 +112,7 @@ class Weights:
         self._is_threaded = False
         self.present = Share()
         self.lockstep = self._has_trained = False
-        self._is_weighted = self.was_weighted = self._is_ahead = False
+        self._is_weighted = self._is_ahead = False
         self.step = 0
         self._open: dict[int, tuple[Share, bool]] = {}
         self._passes: dict[int, _Pass] = {}
@@ -267,8 +266,7 @@ class Weights:
         """Gradients were reduced."""
         for one in self._passes.values():
             one.reduced()
-        self._settled = None
-        self.was_weighted, self._is_weighted = self._is_weighted, False
+        self._settled, self._is_weighted = None, False
 
 
 def _have_padding(shares: Iterable[Share]) -> bool:

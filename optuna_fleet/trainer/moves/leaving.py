@@ -9,7 +9,7 @@ from typing import Any
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured
 from optuna_fleet.trainer.checkpoints.saving import Saver
-from optuna_fleet.trainer.groups import of_first_rank
+from optuna_fleet.trainer.gradients.collectives import of_first_rank
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.wire import messages

@@ -9,18 +9,16 @@ import socket
 import time
 from collections.abc import Callable
 
-_SHORT_LIFE_S = 2.0
-_FIRST_S = 0.25
-_LONGEST_S = 30.0
+_APART_S = 1.0
 
 
 class Kept:
-    """The first restart after a short life is made at once, the next after pauses that double.
+    """By itself it is started no sooner than some seconds after the last time.
 
     Args:
         spawn: Forks it; returns its pid, and our end of the socket pair to it.
         started: Is given that end.
-        failed: Told why it can't be started; that is tried again.
+        failed: Told why it can't be started, once; that is tried again.
 
     Attributes:
         pid: Of the process; None while there is none.
@@ -36,19 +34,20 @@ class Kept:
         self._spawn, self._started, self._failed = spawn, started, failed
         self.pid: int | None = None
         self.is_wanted = True
-        self._born, self._due, self._num_short = 0.0, math.inf, 0
+        self._next, self._due, self._is_short_of = -math.inf, math.inf, False
 
     def start(self) -> None:
         """Start it now; later, if that is not possible."""
-        self._due = math.inf
+        self._next, self._due = time.monotonic() + _APART_S, math.inf
         try:
             self.pid, sock = self._spawn()
         except OSError as error:  # too many processes, or open files
-            self._num_short += 1
-            self._postpone(self._num_short + 1)
-            self._failed(error)
+            self._due = self._next
+            if not self._is_short_of:
+                self._is_short_of = True
+                self._failed(error)
             return
-        self._born = time.monotonic()
+        self._is_short_of = False
         self._started(sock)
 
     def start_due(self) -> None:
@@ -57,24 +56,15 @@ class Kept:
             self.start()
 
     def start_again(self, *, was_meant: bool = False) -> None:
-        """It has ended: start it now or later. A short life is no failure if it `was_meant`."""
-        if not self.is_wanted:
-            return
-        is_short = time.monotonic() - self._born < _SHORT_LIFE_S and not was_meant
-        self._num_short = self._num_short + 1 if is_short else 0
-        if self._num_short <= 1:
-            self.start()
-        else:
-            self._postpone(self._num_short - 2)
+        """It has ended: start it as soon as it is due. That is now if it `was_meant`."""
+        self._due = 0.0 if was_meant else self._next
+        self.start_due()
 
     def kill(self) -> None:
-        """Kill it, if there is one: however short its life was, that is no failure."""
-        self._born = -math.inf
+        """Kill it, if there is one; another may be started at once."""
+        self._next = -math.inf
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)
-
-    def _postpone(self, exponent: int) -> None:
-        self._due = time.monotonic() + min(_FIRST_S * 2**exponent, _LONGEST_S)
 
     @property
     def wait_s(self) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
-import queue
 import re
 import shutil
 import signal
@@ -21,21 +19,15 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.engine import (
-    Cluster,
-    Departure,
-    Engine,
-    Inbox,
-    agent_ended,
-    begin,
-)
+from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, agent_ended
+from optuna_fleet.executor.cluster.placing import PlacingEngine
 from optuna_fleet.executor.cluster.slurm.commands import (
     agent_command,
-    ask_gpus,
-    ask_job,
+    ask_allocation,
     in_a_step,
-    is_put_off,
+    may_pass,
     node_names,
+    refusal,
     without_options,
 )
 from optuna_fleet.executor.given import Options
@@ -44,16 +36,19 @@ from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.invitation import Invitation
 
 _SAME_NOTICE_S = 1.0  # Slurm may signal the driver, and the batch script, which signals it too
-_MOST_RESTARTS = 3
 _RESTART_AFTER_S = 1.0
-_LONG_S = 3600.0  # an agent that has run for so long is none that can't work there
 _PUT_OFF_S = 20.0  # while Slurm's controller is out of reach
 _LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials leave 60 s before
 _END_LIMIT_S = 5.0
 _KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
-_NODE_FAILURE = "srun: error: Node failure on "
+_GONE = (
+    "srun: error: Node failure on ",
+    "Invalid job id specified",
+    "already completing or completed",
+    " has expired",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,53 +122,42 @@ class _Node:
     Attributes:
         due: When an srun is to be started there, by the monotonic clock.
         srun: The one that runs an agent there; None while there is none.
-        begun: When that was started.
         said: Its last lines, and those of the agent.
     """
 
     name: str
-    num_restarts: int = 0
     due: float = 0.0
     srun: subprocess.Popen[str] | None = None
-    begun: float = 0.0
     said: str = ""
 
 
-class SlurmEngine(Engine):
+class SlurmEngine(PlacingEngine):
     """Starts agents in the allocation that this process is in: an srun for each of its nodes.
 
-    One thread starts these, hears what they say and how they end, and alone changes what is known
-    of nodes; all others only leave it word. Slurm ends no agent for us: those of lost nodes end by
-    their own leases.
+    Slurm ends no agent for us: those of lost nodes end by their own leases.
     """
 
     more_may_join = False
 
     def __init__(self, job: str, agent: Sequence[str], notice_s: float) -> None:
+        super().__init__("Slurm", end_limit_s=_END_LIMIT_S + 2 * _KILL_LIMIT_S)
         self._job, self._agent, self._notice_s = job, agent, notice_s
         self._nodes: dict[str, _Node] = {}
-        self._thread: threading.Thread | None = None
+        self._running: set[_Node] = set()
         self._handlers: dict[int, Any] = {}
 
-    def open(self, invitation: Invitation, inbox: Inbox) -> None:
-        """See `Engine`."""
-        if self._thread is not None:
-            self._thread.join()  # it may have waited for Slurm's answer when it was closed
+    def _prepare(self, invitation: Invitation) -> None:
         own = invitation.environment() | {"SLURM_JOB_ID": self._job}
         self._environment = without_options(os.environ) | own
-        self._inbox = inbox
         names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
         self._nodes = {name: _Node(name) for name in names}
-        self._gpus: dict[str, int] = {}
-        self._left_out: set[str] = set()
-        self._running: set[_Node] = set()
+        self._gpus: Mapping[str, int] = {}
+        self._limit = math.inf
+        self._look_due = 0.0
         self._how = "had no node to start an agent on."
         self._notice: tuple[str, float] | None = None
-        self._ending: tuple[str, float] | None = None
+        self._ending = ""
         self._noticed_at: float | None = None
-        self._closed = threading.Event()
-        self._heard: queue.SimpleQueue[tuple[_Node, str] | None] = queue.SimpleQueue()
-        self._thread = begin("Slurm", inbox, self._run)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -184,9 +168,8 @@ class SlurmEngine(Engine):
         now = time.monotonic()
         if self._noticed_at is None:
             self._noticed_at = now
-            cause = f"job {self._job} got {signal.Signals(number).name}"
-            self._ending = cause, time.time() + self._notice_s
-            self._tell(*self._ending)
+            self._ending = f"job {self._job} got {signal.Signals(number).name}"
+            self._tell(self._ending, time.time() + self._notice_s)
             self._heard.put(None)
         elif number == signal.SIGTERM and now - self._noticed_at > _SAME_NOTICE_S:
             signal.signal(number, signal.SIG_DFL)
@@ -202,77 +185,56 @@ class SlurmEngine(Engine):
         """See `Engine`."""
         return [name for name in tuple(self._nodes) if name not in self._left_out]
 
-    def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`."""
-        if for_good:
-            self._left_out.add(node)
-            self._heard.put(None)
-
     def close(self) -> None:
         """See `Engine`: waits for the agents' end, which is near, or ends them."""
         if threading.current_thread() is threading.main_thread():
             while self._handlers:
                 signal.signal(*self._handlers.popitem())
-        if self._thread is not None:
-            self._closed.set()
-            self._heard.put(None)
-            self._thread.join(_END_LIMIT_S + 2 * _KILL_LIMIT_S)
+        super().close()
 
     # -- on its thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
+    def _act(self) -> float:
+        now = time.monotonic()
+        if now >= self._look_due:
             self._look()
-            while self._nodes and not self._closed.is_set():
-                self._start_due()
-                dues = [node.due for node in self._nodes.values() if node.srun is None]
-                self._hear(max(0.0, min(dues) - time.monotonic()) if dues else None)
-        finally:
-            self._end_agents()
-            self._nodes = {}
+        for name in self._left_out.intersection(self._nodes):
+            del self._nodes[name]
+        for node in [node for node in self._nodes.values() if node.srun is None]:
+            if self._ending:
+                self._lose(node, "")
+            elif node.due <= now:
+                self._start(node)
+        if not self._nodes:
+            self._give_up()
+        dues = [node.due for node in self._nodes.values() if node.srun is None]
+        return max(0.0, min([self._look_due, *dues]) - time.monotonic())
+
+    def _look(self) -> None:
+        """Ask for the nodes, and for the time limit, which may have been put off meanwhile."""
+        is_first, self._look_due = self._look_due == 0.0, math.inf
+        with contextlib.suppress(LaunchError):  # srun has more patience, and says what is wrong
+            there = ask_allocation(self._job)
+            if is_first:  # nodes that have failed are no longer in it
+                self._nodes = {name: _Node(name) for name in there.nodes}
+                self._gpus = there.gpus
+            if there.end != self._limit and not self._ending:
+                self._limit = there.end
+                self._tell(f"job {self._job} reaches its time limit", there.end)
+                self._look_due = time.monotonic() + there.end - _LOOK_AGAIN_S - time.time()
+
+    def _give_up(self) -> None:
         problem = f"The srun of job {self._job} {self._how}"
-        if self._ending is not None:
-            cause, by = self._ending
-            self._closed.wait(max(0.0, by - time.time()))  # Slurm ends the driver as well
-            problem = f"Slurm has ended the agents of job {self._job}: {cause}."
+        if self._ending:
+            assert self._notice is not None
+            self._closed.wait(max(0.0, self._notice[1] - time.time()))  # Slurm ends us as well
+            problem = f"Slurm has ended the agents of job {self._job}: {self._ending}."
         if not self._closed.is_set():
             raise LaunchError(problem)
 
-    def _look(self) -> None:
-        job = None
-        with contextlib.suppress(LaunchError):  # srun has more patience, and says what is wrong
-            job = ask_job(self._job)
-            self._gpus = ask_gpus(self._job)
-        if job is not None:  # nodes that have failed are no longer in it
-            self._nodes = {name: _Node(name) for name in job.nodes}
-            if job.end is not None:
-                tell = functools.partial(self._tell_limit, job.end, self._closed)
-                begin("Slurm", self._inbox, tell)
-
-    def _tell_limit(self, end: float, closed: threading.Event) -> None:
-        """Tell of the time limit, and again if whoever runs Slurm has put it off meanwhile."""
-        told = 0.0
-        while end != told and self._ending is None and not closed.is_set():
-            told = end
-            self._tell(f"job {self._job} reaches its time limit", end)
-            closed.wait(min(end - _LOOK_AGAIN_S - time.time(), threading.TIMEOUT_MAX))
-            if not closed.is_set():
-                with contextlib.suppress(LaunchError):
-                    job = ask_job(self._job)
-                    end = end if job is None else job.end or math.inf
-
-    def _start_due(self) -> None:
-        now = time.monotonic()
-        for node in list(self._nodes.values()):
-            if node.srun is None and self._ending is not None:
-                self._lose(node, "")
-            elif node.srun is None and node.due <= now:
-                self._start(node)
-
     def _start(self, node: _Node) -> None:
-        options = [f"--nodelist={node.name}"]
-        if node.name in self._gpus:
-            options.append(f"--gpus={self._gpus[node.name]}")
+        gpus = self._gpus.get(node.name)
+        options = (f"--nodelist={node.name}", *([f"--gpus={gpus}"] if gpus else []))
         try:
             srun = node.srun = subprocess.Popen(
                 in_a_step(self._agent, *options),
@@ -286,7 +248,7 @@ class SlurmEngine(Engine):
             )
         except OSError as error:
             raise LaunchError(f"`srun` can't be started: {error}") from error
-        node.begun, node.said = time.monotonic(), ""
+        node.said = ""
         self._running.add(node)
 
         def listen() -> None:
@@ -296,23 +258,15 @@ class SlurmEngine(Engine):
                     self._heard.put((node, line))
             self._heard.put((node, ""))
 
-        begin("Slurm", self._inbox, listen)
+        self._begin(listen)
 
-    def _hear(self, timeout_s: float | None) -> None:
-        """Wait for what an agent or its srun says, and have it printed, or for its end."""
-        heard = None
-        with contextlib.suppress(queue.Empty):
-            heard = self._heard.get(timeout=timeout_s)
-        if heard is None:
-            for name in self._left_out.intersection(self._nodes):
-                del self._nodes[name]
-        elif heard[1]:
-            self._say(*heard)
-        else:
-            self._ended(heard[0])
-
-    def _say(self, node: _Node, line: str) -> None:
-        is_over = self._ending is not None or self._closed.is_set()
+    def _take(self, word: tuple[_Node, str]) -> None:
+        """An agent or its srun has said a line, or ended."""
+        node, line = word
+        if not line:
+            self._ended(node)
+            return
+        is_over = self._ending or self._closed.is_set()
         is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
         if is_sruns and (is_over or not line.startswith("srun: error: ")):
             return
@@ -321,41 +275,35 @@ class SlurmEngine(Engine):
             print(line, end="", file=sys.__stderr__, flush=True)
 
     def _ended(self, node: _Node) -> None:
-        """Start another agent, now or later, or tell that there is none any more."""
+        """Have another agent started, now or later, or tell that there is none any more."""
         assert node.srun is not None
         code, now = node.srun.wait(), time.monotonic()
         self._how = f"ended with {cause_of_death(code)}. It said:\n{node.said}"
         node.srun = None
         self._running.discard(node)
+        refused = refusal(node.said)
         if node.name not in self._nodes or self._closed.is_set():
             return
-        if is_put_off(node.said) and self._ending is None:
+        if self._ending or any(sign in node.said for sign in _GONE):
+            self._lose(node, "Slurm says that it is gone")
+        elif refused is not None and may_pass(refused):
             node.due = now + _PUT_OFF_S
-            return
-        node.num_restarts = 1 if now - node.begun >= _LONG_S else node.num_restarts + 1
-        if _NODE_FAILURE in node.said:
-            self._lose(node, "Slurm says that it has failed")
-            return
-        is_replaced = self._ending is None and node.num_restarts <= _MOST_RESTARTS
-        exit_code = 128 - code if code > 128 else code  # so it says by which signal
-        departure = agent_ended(node.name, exit_code, is_replaced=is_replaced)
-        if not is_replaced:
-            self._lose(node, departure.cause, exit_code)
-            return
-        node.due = now + _RESTART_AFTER_S
-        self._inbox.put(departure)
-        if self._notice is not None:  # it is about the agent that comes next, too
-            cause, by = self._notice
-            self._inbox.put(Departure(node=node.name, cause=cause, by=by))
+        else:
+            exit_code = 128 - code if code > 128 else code  # so it says by which signal
+            self._inbox.put(agent_ended(node.name, exit_code, is_replaced=True))
+            node.due = now + _RESTART_AFTER_S
+            if self._notice is not None:  # it is about the agent that comes next, too
+                cause, by = self._notice
+                self._inbox.put(Departure(node=node.name, cause=cause, by=by))
 
-    def _lose(self, node: _Node, cause: str, exit_code: int | None = None) -> None:
+    def _lose(self, node: _Node, cause: str) -> None:
         del self._nodes[node.name]
-        if self._ending is not None:
-            cause, exit_code = f"Slurm ends its job: {self._ending[0]}", None
-        self._inbox.put(Departure(node=node.name, cause=cause, exit_code=exit_code))
+        cause = f"Slurm ends its job: {self._ending}" if self._ending else cause
+        self._inbox.put(Departure(node=node.name, cause=cause))
 
-    def _end_agents(self) -> None:
+    def _leave(self) -> None:
         """Wait a little for the ends of all sruns, and listen to them; then end them."""
+        self._nodes = {}
         for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
             deadline = time.monotonic() + limit_s
             while self._running and (left_s := deadline - time.monotonic()) > 0:
@@ -366,3 +314,4 @@ class SlurmEngine(Engine):
         for node in self._running:
             assert node.srun is not None
             node.srun.wait()
+        self._running.clear()

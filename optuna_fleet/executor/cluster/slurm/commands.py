@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -25,9 +26,6 @@ _FORMAT = "%A|%T|%e|%N|%r"
 _REFUSED = re.compile(
     r"srun: error: Unable to (?:confirm allocation|create step) for job \S+: (.+)"
 )
-# A step has one task, and gets what the job has asked for by task, or a part of what it has asked
-# for in all.
-_IS_SHARED_OUT = re.compile(r" TresPer(?:Task|Job)=\S*\bgpu\b")
 _ON_NODES = re.compile(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)(?![^(,])")
 _NAMED = """exec "$@" --name "$SLURMD_NODENAME{suffix}" """
@@ -55,13 +53,7 @@ class Job:
 
 def ask_jobs(*which: str) -> list[Job]:
     """The jobs that these options of squeue choose; waits for its answer."""
-    text = ask("squeue", "--noheader", "--states=all", f"--format={_FORMAT}", *which)
-    return jobs_of(text)
-
-
-def ask_job(number: str) -> Job | None:
-    """One job, if it is known; waits for the answer, which may show others of its array."""
-    return next((job for job in ask_jobs(f"--jobs={number}") if job.number == number), None)
+    return jobs_of(ask("squeue", "--noheader", "--states=all", f"--format={_FORMAT}", *which))
 
 
 def jobs_of(text: str) -> list[Job]:
@@ -98,26 +90,51 @@ def _expanded(part: str) -> Iterator[str]:
                 yield f"{head}{number:0{len(first)}d}{end}"
 
 
-def ask_gpus(job: str) -> dict[str, int]:
-    """The GPUs to ask for, by node, where a step does not get all; waits for Slurm's answer."""
-    return gpus_of(job, ask("scontrol", "--details", "--oneliner", "show", "job", job))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What scontrol says of a job that runs.
+
+    Attributes:
+        nodes: Those that have not failed.
+        end: When its time limit ends it, in seconds since the epoch; infinity for never.
+        gpus: How many it has on each node; a step gets all only if it asks for them.
+    """
+
+    nodes: tuple[str, ...]
+    end: float
+    gpus: Mapping[str, int]
 
 
-def gpus_of(job: str, text: str) -> dict[str, int]:
-    """Likewise, from scontrol's answer, which may show others of its array."""
+def ask_allocation(job: str) -> Allocation:
+    """One job; waits for Slurm's answer."""
+    return allocation_of(job, ask("scontrol", "--details", "--oneliner", "show", "job", job))
+
+
+def allocation_of(job: str, text: str) -> Allocation:
+    """One job in an answer of scontrol, which may show others of its array.
+
+    Raises:
+        LaunchError: It is not there, or has no nodes.
+    """
     line = next((line for line in text.splitlines() if line.startswith(f"JobId={job} ")), "")
-    if not _IS_SHARED_OUT.search(line):
-        return {}
-    return {
-        node: sum(map(int, _GPUS.findall(gres)))
-        for nodes, gres in _ON_NODES.findall(line)
-        for node in node_names(nodes)
-    }
+    nodes, end = (re.search(rf" {name}=(\S+)", line) for name in ("NodeList", "EndTime"))
+    if nodes is None or nodes[1] == "(null)":
+        raise LaunchError(f"Slurm knows of no nodes of job {job}.")
+    return Allocation(
+        nodes=node_names(nodes[1]),
+        end=float(end[1]) if end is not None and end[1].isdigit() else math.inf,
+        gpus={
+            node: sum(map(int, _GPUS.findall(gres)))
+            for names, gres in _ON_NODES.findall(line)
+            for node in node_names(names)
+        },
+    )
 
 
-def is_put_off(text: str) -> bool:
-    """Whether srun's standard error says that Slurm may start a step later, but not now."""
-    return any(may_pass(LaunchError(match[1])) for match in _REFUSED.finditer(text))
+def refusal(text: str) -> LaunchError | None:
+    """Why Slurm starts no step, if srun's standard error says so."""
+    said = _REFUSED.search(text)
+    return None if said is None else LaunchError(said[1])
 
 
 def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:

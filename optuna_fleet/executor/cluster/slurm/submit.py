@@ -47,8 +47,7 @@ exit "$status"
 """
 _REQUEUE = """\
 echo "Not at its end in time: requeued."
-    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}  # none else of its array
-    scontrol requeue "${job:-$SLURM_JOB_ID}\""""
+    scontrol requeue "$SLURM_JOB_ID\""""
 _TELL = "echo 'Not at its end in time. Where it has `checkpoints` it goes on with: sbatch {file}'"
 
 

@@ -1,19 +1,22 @@
-"""Who is where: the trials that are not done, their runs, and which devices are idle."""
+"""The one table: devices, trials and runs, and what the controller knows of the call besides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from optuna_fleet.alloc.problem import Assignment
+from optuna_fleet.alloc.problem import AllocationProblem, Assignment
 from optuna_fleet.events import BeginCheck, Ending
-from optuna_fleet.executor.deciding.trials import Run, Stage, Status, Trial
+from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
 
 
-class Roster:
-    """The books of the controller. Nothing is decided here.
+class State:
+    """The state of one call, which the controller and its planner change; nothing is decided here.
 
     Attributes:
+        policy: What it follows.
+        devices: Those that are there.
         trials: Trials that are not done, by number.
         runs: Runs that have not ended on all their devices, by run id.
         idle: Devices without a run.
@@ -22,9 +25,25 @@ class Roster:
         pending: Placements that wait until their devices are idle, by trial number. Nobody else
             gets these devices; all others may be planned for meanwhile.
         checked_on: The device that a check has, if there is any.
+        may_grow: Devices may join that were never there.
+        is_exhausted: No further trial may be started.
+        is_proposing: A proposal is awaited.
+        is_delayed: The study has no proposal before another trial ends.
+        num_to_come: Trials that will still be proposed, as far as the study knows.
+        moves_s: What each move so far was measured to cost, in seconds.
+        finished_epochs: Of each trial that ended by itself, though it could go on.
+        bounded_epochs: Of each that was to have no more.
+        made_per_s: Samples per second that preprocessors were measured to give; None if that never
+            was, or limits nobody.
+        is_deciding: A plan is awaited.
+        problem: The last one that was posed.
+        has_news: Something has happened that the last plan did not know of.
+        is_void: The last plan was made of wrong figures: another is made at once.
     """
 
-    def __init__(self, run_ids: Iterator[int]) -> None:
+    def __init__(self, policy: PolicyRules, run_ids: Iterator[int]) -> None:
+        self.policy = policy
+        self.devices = Presence()
         self.trials: dict[int, Trial] = {}
         self.runs: dict[int, Run] = {}
         self.idle: set[int] = set()
@@ -32,6 +51,15 @@ class Roster:
         self.leaving: set[int] = set()
         self.pending: dict[int, Assignment] = {}
         self.checked_on: int | None = None
+        self.may_grow = policy.more_may_join
+        self.is_exhausted = self.is_proposing = self.is_delayed = False
+        self.num_to_come = 0
+        self.moves_s: list[float] = []
+        self.finished_epochs: list[int] = []
+        self.bounded_epochs: list[int] = []
+        self.made_per_s: float | None = None
+        self.is_deciding = self.has_news = self.is_void = False
+        self.problem: AllocationProblem | None = None
         self._run_ids = run_ids
         self._joins = count()
         self._run_on: dict[int, Run] = {}
@@ -192,3 +220,10 @@ class Roster:
         """A trial is done."""
         del self.trials[number]
         self.pending.pop(number, None)
+
+    def note_end(self, trial: Trial) -> None:
+        """A trial has ended by itself: in the epoch after those it is known to have done."""
+        epochs = trial.epochs_done + 1
+        most = None if trial.model is None else trial.model.max_epochs
+        is_bounded = most is not None and epochs >= most
+        (self.bounded_epochs if is_bounded else self.finished_epochs).append(epochs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -11,65 +12,42 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet import LocalCluster
+from optuna_fleet import LocalCluster, processes
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster import asking, local
-from optuna_fleet.executor.cluster.asking import AsksScheduler
+from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.engine import Engine
-from optuna_fleet.executor.cluster.slurm import harvesting
+from optuna_fleet.executor.cluster.placing import PlacingEngine
+from optuna_fleet.executor.cluster.slurm import harvest as harvesting
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.commands import Job
-from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
-from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.invitation import Invitation
 
 INVITATION = Invitation(addresses=(("127.0.0.1", 1),), credentials=b"")
 
 
-class Noting(AsksScheduler):
+class Noting(PlacingEngine):
     """Notes what it is to do."""
 
-    def __init__(self, look: Callable[[], object] = lambda: None) -> None:
-        super().__init__("Nobody", every_s=1e6)
+    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
+        super().__init__("Nobody")
         self.noted: list[str] = []
-        self._when_it_looks = look
+        self._when_it_acts = act
 
-    def _prepare(self) -> None:
+    def _prepare(self, invitation: Invitation) -> None:
         self.noted.append("prepare")
 
-    def _look(self) -> None:
-        self.noted.append("look")
-        self._when_it_looks()
+    def _act(self) -> float:
+        self.noted.append("act")
+        self._when_it_acts()
+        return math.inf
 
     def _leave(self) -> None:
         self.noted.append("leave")
 
     def _is_stuck(self) -> None:
         self.noted.append("stuck")
-
-
-def test_nobody_waits_for_the_next_look_of_one_that_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Closing(threading.Event):
-        """That of waking up: it is closed just before it is cleared for the next look."""
-
-        def clear(self) -> None:
-            engine._closed.set()
-            super().clear()
-
-        def wait(self, timeout: float | None = None) -> bool:
-            engine.noted.append("wait")
-            return True
-
-    engine = Noting()
-    monkeypatch.setattr(engine, "_prepare", lambda: setattr(engine, "_woken", Closing()))
-    engine.open(INVITATION, queue.SimpleQueue())
-    assert engine._thread is not None
-    engine._thread.join()
-    engine.close()
-    assert engine.noted == ["look", "leave"]
 
 
 def test_one_that_is_opened_again_waits_for_what_it_still_does(
@@ -91,12 +69,12 @@ def test_one_that_is_opened_again_waits_for_what_it_still_does(
     engine = Noting(wait)
     engine.open(INVITATION, queue.SimpleQueue())
     looks.wait()
-    monkeypatch.setattr(asking, "_END_LIMIT_S", 0.0)
+    engine._end_limit_s = 0.0
     engine.close()
     monkeypatch.undo()
     try:
         engine.open(INVITATION, queue.SimpleQueue())
-        assert engine.noted[:5] == ["prepare", "look", "stuck", "leave", "prepare"]
+        assert engine.noted[:5] == ["prepare", "act", "stuck", "leave", "prepare"]
     finally:
         answers.set()
         engine.close()
@@ -118,7 +96,7 @@ def told_by(engine: Engine) -> str:
 def test_what_goes_wrong_as_a_scheduler_is_asked_is_told() -> None:
     engine = Noting(lambda: {}["nothing"])
     assert told_by(engine) == "Nobody can't place agents any more: KeyError: 'nothing'"
-    assert engine.noted == ["prepare", "look", "leave"]
+    assert engine.noted == ["prepare", "act", "leave"]
 
 
 def test_an_srun_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +120,20 @@ def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.Monk
     options: Any = SimpleNamespace(devices=1, device_type="cpu")
     engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
     assert "too many processes" in told_by(engine)
+
+
+def test_an_agent_that_is_to_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(options: Any, threads: int) -> ModuleProcess:
+        return ModuleProcess("tests.executor.stops_itself", None, environment={})
+
+    monkeypatch.setattr(processes, "_GRACE_S", None)  # or it would be for ever
+    monkeypatch.setattr(local, "AgentProcess", process)
+    options: Any = SimpleNamespace(devices=1, device_type="cpu")
+    engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
+    engine.open(INVITATION, queue.SimpleQueue())
+    engine.end("local-0", for_good=True)
+    engine.close()
+    assert engine.expected() == ()
 
 
 # -- pilots --------------------------------------------------------------------------------------
@@ -177,10 +169,9 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 @pytest.fixture
 def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
     """It has submitted one pilot."""
-    job = PilotJob(agent=("agent",), options=(), logs=tmp_path)
-    engine: Any = HarvestEngine(PilotLimits(most=1, renewal_s=0.0), job)
+    engine: Any = HarvestEngine(HarvestCluster(max_nodes=1, logs=tmp_path), ("agent",))
     engine.open(INVITATION, queue.SimpleQueue())
-    engine._look()
+    engine._act()
     yield engine
     engine.close()
 
@@ -188,42 +179,18 @@ def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
 PILOT = Job(number="7", state="RUNNING", nodes=("node1",))
 
 
-def test_a_node_that_is_lost_while_slurm_does_not_answer_is_given_back_later(
+def test_a_lost_node_is_given_back_once_as_soon_as_slurm_does_it(
     slurm: Slurm, harvest: Any
 ) -> None:
     slurm.queues.append([PILOT])
-    harvest._look()
+    harvest._act()
     harvest.end("node1")
-    harvest._look()
-    assert ("scancel", "7") not in slurm.commands
-    for _ in range(2):  # the first of them is in case that it ends by itself
-        slurm.queues.append([PILOT])
-        harvest._look()
-    assert ("scancel", "7") in slurm.commands
-
-
-def test_a_pilot_that_slurm_did_not_cancel_is_cancelled_later_and_once(
-    slurm: Slurm, harvest: Any
-) -> None:
-    slurm.queues += [[PILOT]] * 5
-    harvest._look()
-    harvest.end("node1")
-    for refuses in ("", "scancel", "", ""):
+    harvest._act()  # Slurm does not answer
+    slurm.queues += [[PILOT]] * 3
+    for refuses in ("scancel", "", ""):
         slurm.refuses = refuses
-        harvest._look()
+        harvest._act()
     assert [command for command in slurm.commands if command[0] == "scancel"] == [("scancel", "7")]
-
-
-def test_a_pilot_that_has_taken_the_node_of_a_lost_one_is_not_cancelled(
-    slurm: Slurm, harvest: Any
-) -> None:
-    slurm.queues.append([PILOT])
-    harvest._look()
-    harvest.end("node1")
-    for _ in range(3):
-        slurm.queues.append([Job(number="8", state="RUNNING", nodes=("node1",))])
-        harvest._look()
-    assert "scancel" not in [command[0] for command in slurm.commands]
 
 
 def test_pilots_that_slurm_does_not_cancel_in_the_end_are_told_of(

@@ -9,10 +9,19 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from optuna_fleet.events import Launch, Model
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState, record_call
+from optuna_fleet.events import (
+    DataRequested,
+    EpochEnded,
+    FinishTrial,
+    GiveUp,
+    Launch,
+    Model,
+    RateMeasured,
+)
+from optuna_fleet.executor.call.journal import Entry, Stay
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.records import CallState, RunState, record_call
 
 _SHORTEST_S, _LONGEST_S = 2.0, 15.0
 _PART = 100
@@ -30,8 +39,8 @@ class _Pace:
     has_done_one: bool = False  # on these devices
 
 
-class CallLog:
-    """Notes what runs say of themselves.
+class Progress:
+    """Knows how far runs are, as they say, and tells the study: a reader of the journal.
 
     Args:
         record: Stores a `CallState`, if it can.
@@ -53,7 +62,7 @@ class CallLog:
         self._paces: dict[int, _Pace] = {}  # by trial, until it is done
 
     @classmethod
-    def of(cls, ledger: Ledger, proposals: Proposals) -> CallLog:
+    def of(cls, ledger: Ledger, proposals: Proposals) -> Progress:
         """That of a call that begins, kept with its study."""
         state = CallState(
             began=ledger.began,
@@ -66,8 +75,25 @@ class CallLog:
 
     # -- news -------------------------------------------------------------------------------------
 
-    def launched(self, launch: Launch, now: float) -> None:
-        """A trial is on devices; `now` is in seconds since the epoch."""
+    def take(self, entry: Entry, stay: Stay | None, now: float) -> None:
+        """See `Reader`."""
+        if stay is None:
+            return
+        number = stay.launch.number
+        match entry:
+            case Launch():
+                self._launched(entry, now)
+            case DataRequested():
+                self._defined(self._paces[number], entry.model, now)
+            case RateMeasured():
+                pace = self._paces[number]
+                pace.run = replace(pace.run, samples_per_s=entry.samples_per_s)
+            case EpochEnded():
+                self._epoch_ended(self._paces[number], entry.epochs_done, now)
+            case FinishTrial() | GiveUp():
+                self._paces.pop(number, None)
+
+    def _launched(self, launch: Launch, now: float) -> None:
         run = RunState(trial=launch.number, devices=launch.devices, start=now)
         if (before := self._paces.get(launch.number)) is not None:
             done, most = before.run.epochs_done, before.run.max_epochs
@@ -75,22 +101,15 @@ class CallLog:
         self._paces[launch.number] = _Pace(run=run)
         self._due = min(self._due, self._rested)
 
-    def defined(self, number: int, model: Model) -> None:
-        """A trial asks for data: from now on it trains."""
-        pace = self._paces[number]
+    def _defined(self, pace: _Pace, model: Model, now: float) -> None:
+        """It asks for data: from now on it trains."""
         pace.run = replace(pace.run, max_epochs=model.max_epochs)
         pace.samples_per_epoch = model.samples_per_epoch
         if not pace.run.epochs_done:  # else it may go on in the midst of an epoch
-            pace.epoch_began = self._clock()
+            pace.epoch_began = now
 
-    def measured(self, number: int, samples_per_s: float) -> None:
-        """A trial's rate was measured over its first batches."""
-        pace = self._paces[number]
-        pace.run = replace(pace.run, samples_per_s=samples_per_s)
-
-    def epoch_ended(self, number: int, epochs_done: int) -> None:
-        """A trial has done an epoch: so fast it is, evaluation and waiting for data included."""
-        pace, now = self._paces[number], self._clock()
+    def _epoch_ended(self, pace: _Pace, epochs_done: int, now: float) -> None:
+        """So fast it is, evaluation and waiting for data included."""
         pace.run = replace(pace.run, epochs_done=epochs_done)
         if pace.epoch_began is not None:
             epoch_s = max(now - pace.epoch_began, 1e-9)
@@ -99,10 +118,6 @@ class CallLog:
             if pace.has_done_one:
                 pace.run = replace(pace.run, epoch_s=epoch_s)
         pace.epoch_began, pace.has_done_one = now, True
-
-    def done(self, number: int) -> None:
-        """A trial is done."""
-        self._paces.pop(number, None)
 
     # -- the record -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Which layers are where, by what each costs on the devices of a trial; or what else it needs."""
+"""What layers, links and devices are like; so which layers are where, or what else is needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -24,8 +24,7 @@ from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.randomness import own_randomness
-from optuna_fleet.virtual_workers.agreement import leaves_something
-from optuna_fleet.virtual_workers.directory import Directory
+from optuna_fleet.virtual_workers.parameter_server import Directory
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links, Memory
 from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 from optuna_fleet.virtual_workers.stage_placement import (
@@ -36,6 +35,7 @@ from optuna_fleet.virtual_workers.stage_placement import (
     Ranks,
     TooManyDevices,
 )
+from optuna_fleet.virtual_workers.sums import can_add_up
 
 Need = Callable[[int], NoReturn]
 """Has the trial begin anew on so many devices."""
@@ -81,7 +81,7 @@ def place(
     """
     if group_size() == 1 and math.isinf(demand.memory_bytes):
         alone = Placement(cuts=((),), ranks=((0,),), held=1, in_flight=demand.in_flight or 1)
-        return alone, _directory(alone, [0.0] * len(model), [0], demand)
+        return alone, _directory(alone, dict.fromkeys(model._modules, 0.0), [0], demand)
     costs, on = _measured(model, loss, batch, demand, parts)
     demand = replace(demand, memory_bytes=on.memory_bytes[0])
     if any(cost.leaves_something for own in costs for cost in own):
@@ -96,12 +96,13 @@ def place(
         parts.session.remark(["layout"], placement.reason)
     if placement.reason:
         _logger.debug("Trial %d: %s", parts.run.number, placement.reason)
-    layer_bytes = [cost.parameter_bytes for cost in costs[0]]
+    sizes = (cost.parameter_bytes for cost in costs[0])
+    layer_bytes = dict(zip(model._modules, sizes, strict=True))
     return placement, _directory(placement, layer_bytes, on.nodes, demand)
 
 
 def _directory(
-    placement: Placement, layer_bytes: Sequence[float], nodes: Sequence[int], demand: Demand
+    placement: Placement, layer_bytes: Mapping[str, float], nodes: Sequence[int], demand: Demand
 ) -> Directory:
     has_servers = len(placement.ranks) > 1 and not demand.is_flushed
     given = placement.ranks, placement.cuts, layer_bytes, nodes
@@ -184,7 +185,7 @@ def layer_costs(
             own = _copy(layer).to(device)
             is_last = place == len(layers) - 1
             cost, values = _measure(own, loss if is_last else None, values, targets, device)
-            costs.append(replace(cost, leaves_something=leaves_something(own, layer)))
+            costs.append(replace(cost, leaves_something=_leaves_something(own, layer)))
     return costs
 
 
@@ -290,6 +291,25 @@ def _there_and_back_s(num_bytes: int, there: int, group: Any, *, starts: bool) -
             dist.send(message, there, group=group)
         taken.append(time.perf_counter() - began)
     return min(taken)
+
+
+def writes_weights(module: nn.Module) -> bool:
+    """Whether its passes do, other than training."""
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return any(embedding.max_norm for embedding in embeddings)
+
+
+def _leaves_something(layer: nn.Module, before: nn.Module) -> bool:
+    """Whether passes have changed buffers of a copy otherwise than BatchNorm's, or made some."""
+    if writes_weights(layer):
+        return True
+    kept = dict(before.named_buffers())
+    return any(
+        name not in kept or not torch.equal(buffer.cpu(), kept[name].cpu())
+        for path, module in layer.named_modules()
+        if not can_add_up(module)
+        for name, buffer in module.named_buffers(path, recurse=False)
+    )
 
 
 def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:

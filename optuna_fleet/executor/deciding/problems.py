@@ -10,67 +10,37 @@ from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Pl
 from optuna_fleet.alloc.streams import demand
 from optuna_fleet.events import Model
 from optuna_fleet.executor.deciding.clearance import Clearance
-from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
-from optuna_fleet.executor.deciding.roster import Roster
-from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
+from optuna_fleet.executor.deciding.state import State
+from optuna_fleet.executor.deciding.trials import Run, Stage, Status, Trial
 
 
-class ProblemBuilder:
-    """Poses problems about the fleet as it is, under one policy.
+class Problems:
+    """Poses problems about the fleet as it is."""
 
-    Attributes:
-        may_grow: Devices may join that were never there.
-        moves_s: What each move so far was measured to cost, in seconds.
-        num_to_come: Trials that will still be proposed, as far as the study knows.
-        measured_samples_per_s: What preprocessors were measured to give; None if that never was,
-            or limits nobody.
-    """
-
-    def __init__(
-        self,
-        policy: PolicyRules,
-        profiles: Profiles,
-        presence: Presence,
-        roster: Roster,
-        clearance: Clearance,
-    ) -> None:
-        self._clearance = clearance
-        self._policy = policy
+    def __init__(self, state: State, profiles: Profiles, clearance: Clearance) -> None:
+        self._state = state
+        self._policy = state.policy
+        self._devices = state.devices
         self._profiles = profiles
-        self._presence = presence
-        self._roster = roster
-        self.may_grow = policy.more_may_join
-        self.moves_s: list[float] = []
-        self.num_to_come = 0
-        self.measured_samples_per_s: float | None = None
-        # Epochs of each trial that ended by itself, though it could go on; or was to have no more.
-        self._finished_epochs: list[int] = []
-        self._bounded_epochs: list[int] = []
-
-    def note_end(self, trial: Trial) -> None:
-        """A trial has ended by itself: in the epoch after those it is known to have done."""
-        epochs = trial.epochs_done + 1
-        most = None if trial.model is None else trial.model.max_epochs
-        is_bounded = most is not None and epochs >= most
-        (self._bounded_epochs if is_bounded else self._finished_epochs).append(epochs)
+        self._clearance = clearance
 
     def are_last_to_come(self) -> bool:
         """Whether what is to come goes before who waits, as one of these may train longest.
 
         Only where plans let trials take turns, and only towards a sweep's end.
         """
-        is_few = 0 < self.num_to_come <= len(self._presence)
+        is_few = 0 < self._state.num_to_come <= len(self._devices)
         return is_few and self._policy.paradigm == "elastic"
 
     def fits_fleet(self, trial: Trial) -> bool:
         """Whether a trial can be launched without that more devices join."""
         assert trial.model is not None
-        return not self.may_grow or trial.model.min_devices <= self._widest(trial.model)
+        return not self._state.may_grow or trial.model.min_devices <= self._widest(trial.model)
 
     def _widest(self, model: Model) -> int:
         """Most devices that a trial can have now: all of one type, unless it spans types."""
-        return len(self._presence) if model.spans_types else self._presence.widest
+        return len(self._devices) if model.spans_types else self._devices.widest
 
     def is_settled(self, trial: Trial, run: Run) -> bool:
         """Nothing more will be learnt of the run: its rate is known, or it will never move."""
@@ -101,8 +71,8 @@ class ProblemBuilder:
         flying = self._policy.paradigm != "local" or is_first
         return [
             trial
-            for trial in self._roster.trials.values()
-            if trial.number not in self._roster.pending
+            for trial in self._state.trials.values()
+            if trial.number not in self._state.pending
             and (trial.status is Status.WAITING or (flying and self.may_leave(trial)))
         ]
 
@@ -127,16 +97,16 @@ class ProblemBuilder:
 
     def usable(self, candidates: list[Trial]) -> set[int]:
         """Devices that may be given to the candidates: free ones and their own."""
-        roster = self._roster
+        state = self._state
         runs = (trial.run for trial in candidates if trial.run)
-        own = (d for run in runs for d in run.devices if roster.run_on(d) is run)
-        return {*roster.free(), *own} - roster.leaving
+        own = (d for run in runs for d in run.devices if state.run_on(d) is run)
+        return {*state.free(), *own} - state.leaving
 
     def build(self, candidates: list[Trial]) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
-        usable, joined = self.usable(candidates), self._roster.joined
-        nodes, kinds = self._nodes(usable), self._presence.kinds
-        move_s = median(self.moves_s) if self.moves_s else self._policy.rescale_s
+        usable, joined = self.usable(candidates), self._state.joined
+        nodes, kinds = self._nodes(usable), self._devices.kinds
+        move_s = median(self._state.moves_s) if self._state.moves_s else self._policy.rescale_s
         problem = AllocationProblem(
             candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
             nodes=tuple(map(tuple, nodes.values())),
@@ -145,12 +115,12 @@ class ProblemBuilder:
             time_limit_s=self._policy.time_limit_s,
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
-            finished_epochs=tuple(self._finished_epochs),
-            bounded_epochs=tuple(self._bounded_epochs),
+            finished_epochs=tuple(self._state.finished_epochs),
+            bounded_epochs=tuple(self._state.bounded_epochs),
             num_to_come=self._num_to_come(),
             joined={device: joined[device] for device in usable if device in joined},
         )
-        measured = self.measured_samples_per_s
+        measured = self._state.made_per_s
         if measured is None or problem.preprocess_samples_per_s is not None:
             return problem
         return _limited(problem, measured) if self._policy.looks_ahead else problem
@@ -168,12 +138,12 @@ class ProblemBuilder:
         waiting = [c for c in problem.candidates if c.number not in flying]
         if not any(c.devices or c.min_devices <= free for c in waiting):
             return False
-        self.measured_samples_per_s = None
+        self._state.made_per_s = None
         return True
 
     def explained(self, plan: Plan) -> Plan:
         """The plan, which says so if its trials are slowed by preprocessors, as measured."""
-        given, drawn = self.measured_samples_per_s, sum(f.stream_rate for f in plan.flotillas)
+        given, drawn = self._state.made_per_s, sum(f.stream_rate for f in plan.flotillas)
         if given is None or drawn <= given or self._policy.preprocess_samples_per_s is not None:
             return plan
         slowed = f"slowed by preprocessors, measured to give {given:.4g} samples/s"
@@ -182,9 +152,9 @@ class ProblemBuilder:
     def _num_to_come(self) -> int:
         """As many as are to come, but no more than may be under way where these are few."""
         most = self._policy.max_trials
-        if most is None or most >= len(self._presence):
-            return self.num_to_come
-        return min(self.num_to_come, max(0, most - len(self._roster.trials)))
+        if most is None or most >= len(self._devices):
+            return self._state.num_to_come
+        return min(self._state.num_to_come, max(0, most - len(self._state.trials)))
 
     def _candidate(
         self, trial: Trial, usable: set[int], kinds: tuple[str, ...], move_s: float
@@ -194,7 +164,7 @@ class ProblemBuilder:
         if trial.rescale_s is not None:  # its own: compiled models take their time
             move_s = trial.rescale_s
         least, most = model.min_devices, self._widest(model)
-        if not self.may_grow:
+        if not self._state.may_grow:
             least = min(least, most)  # it is launched all the same, to fail and say so
         home = tuple(d for d in trial.previous_devices if d in usable)
         devices = trial.run.devices if trial.run else home
@@ -205,7 +175,7 @@ class ProblemBuilder:
         if model.spans_types and len(kinds) > 1:
             rates[SEVERAL] = self._profiles.rates(model.structure, width, SEVERAL)
         there = usable.intersection(devices)
-        kind = self._presence.kind_of_all(there or devices) if devices else ""
+        kind = self._devices.kind_of_all(there or devices) if devices else ""
         if kind not in rates:  # on no device, or on those of a node that is gone
             kind = max(kinds, key=lambda kind: rates[kind][0])
         return Candidate(
@@ -228,7 +198,7 @@ class ProblemBuilder:
         """Devices by node and type, in ascending order: each is a node of the problem."""
         nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
         for device in sorted(usable):
-            nodes[self._presence.place_of(device)].append(device)
+            nodes[self._devices.place_of(device)].append(device)
         return dict(sorted(nodes.items()))
 
 

@@ -1,0 +1,362 @@
+"""How chunks get made: measures data sets, orders from preprocessors, reads their answers."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.chunks.arena import Arena
+from optuna_fleet.pipeline.exchange.peers import Asking, Peers
+from optuna_fleet.pipeline.exchange.plan import Peer
+from optuna_fleet.pipeline.messages import (
+    ChunkError,
+    ChunkFetched,
+    ChunkNotFetched,
+    ChunkNotProduced,
+    ChunkOutgrew,
+    ChunkProduced,
+    MeasureSample,
+    ProduceChunk,
+    SampleMeasured,
+)
+from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
+from optuna_fleet.pipeline.server.epochs import Size
+from optuna_fleet.pipeline.server.load import Levels, Load
+from optuna_fleet.pipeline.server.notices import Notices
+from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
+from optuna_fleet.pipeline.server.space import Space
+from optuna_fleet.pipeline.server.workers import Spawn, Workers
+from optuna_fleet.pipeline.spec import (
+    MIN_CHUNK_SAMPLES,
+    TOGETHER,
+    ChunkKey,
+    EpochKey,
+    choose_chunk_size,
+)
+from optuna_fleet.pipeline.stats import PipelineStats
+
+NUM_FETCHERS = 4
+"""Chunks that are asked of other nodes at a time; who waits for one is no preprocessor."""
+
+FETCHED_SHARE = 1 / 8
+"""Part of the memory for chunks that these may take: the rest is for what others wait for."""
+
+HEADER_SPARE_BYTES = 1024
+"""Room for what a chunk's header holds beyond that of a single sample."""
+
+_LOOK_S = 0.02
+"""The queues are looked at no more often: that costs time for each reader."""
+
+_DIED = (
+    "Preprocessors died over a chunk of data set {name!r}: killed, out of memory, a crash in "
+    "native code, or stuck in it for too long."
+)
+
+
+class Making:
+    """Has chunks made as the scheduler says, here or by other nodes.
+
+    ``on_idle`` is called when there is one more who could work, or something new to do: to `work`.
+
+    Attributes:
+        chunk_bytes: Size of a chunk to aim at.
+        arena: Where chunks and decoded samples lie.
+        scheduler: It is told of all results.
+        counts: What was done.
+        pools: The preprocessors, those who read streams, and those who ask other nodes.
+        notices: What the user is to be told.
+    """
+
+    def __init__(
+        self,
+        setup: PipelineSetup,
+        *,
+        spawn: Spawn,
+        selector: selectors.BaseSelector,
+        close_in_child: Callable[[], None],
+        on_idle: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
+    ) -> None:
+        assert setup.payload is not None
+        self._setup, self._payload, self._peers = setup, setup.payload, peers
+        self._close_in_child, self._on_idle, self._clock = close_in_child, on_idle, clock
+        spec, nbytes = setup.spec, limits.budget(setup.memory_bytes, setup.spill_dir)
+        kept = {dataset.name: dataset.length for dataset in spec.datasets if dataset.kept}
+        self._space = Space(nbytes - (nbytes // limits.DECODED_PART if kept else 0))
+        self.scheduler = Scheduler(
+            self._space,
+            window=2 * (setup.num_alone or setup.num_preprocessors) + 2,
+            fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
+        )
+        self.chunk_bytes = setup.chunk_bytes or limits.default_chunk_bytes(nbytes)
+        self.counts = PipelineStats()
+        self.notices = Notices(nbytes, spec)
+        self.arena = Arena(nbytes, setup.spill_dir)
+        self._decoded = DecodedStore(self.arena, self._space.nbytes, kept)
+        self._load = Load(clock(), setup.num_preprocessors, is_adaptive=setup.is_adaptive)
+        new_workers = partial(
+            Workers,
+            spawn=spawn,
+            main=self._preprocessor_main,
+            selector=selector,
+            on_message=self._received,
+            on_lost=self._lost,
+            on_idle=on_idle,
+            on_unstarted=self.notices.unstarted,
+            clock=clock,
+        )
+        self.pool = new_workers(limit=lambda: self._load.num_wanted)
+        # A stream is read by one process: another one would have to begin at its start.
+        streams = (each.name for each in spec.datasets if each.shards)
+        self._streams = {name: new_workers(limit=lambda: 1) for name in streams}
+        self._makers = [self.pool, *self._streams.values()]
+        self._fetchers = new_workers(limit=lambda: NUM_FETCHERS)
+        self.pools = [*self._makers, self._fetchers]
+        self._fetched: dict[ChunkKey, ProduceChunk] = {}  # the orders of those being fetched
+        self._unfetched: set[ChunkKey] = set()  # that did not come
+        self._unmeasured: dict[str, ChunkKey] = {}
+        self._measuring: set[str] = set()
+        self._deaths: Counter[str] = Counter()  # over measuring
+        self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
+        self._looked_s = float("-inf")
+        self._ready = (0, 0)
+
+    def stats(self) -> PipelineStats:
+        """Returns what was done so far."""
+        self._load.advance(self._clock())
+        return replace(
+            self.counts,
+            resident_bytes=self._resident_bytes(),
+            lent_bytes=self.scheduler.lent_bytes,
+            decoded_bytes=self._decoded.used_bytes,
+            num_dropped=self.scheduler.num_dropped,
+            num_lost=sum(pool.num_lost for pool in self.pools),
+            use=replace(self._load.use),
+        )
+
+    def knows(self, name: str, epoch: int) -> bool:
+        """Returns whether it is known how to cut a data set; if not, this epoch's samples tell."""
+        is_known = name in self.scheduler.sizes
+        if not is_known and name not in self._measuring:
+            self._unmeasured.setdefault(name, ChunkKey(name, epoch, 0))
+        return is_known
+
+    def work(self) -> None:
+        """Gives preprocessors work while there is any that fits."""
+        self._load.advance(self._clock())
+        decider = self._peers.decider() if self._peers is not None else None
+        for name in [*self._unmeasured]:
+            if (pool := self._pool_for(name)).has_room():
+                self._measuring.add(name)
+                pool.give(MeasureSample(key=self._unmeasured.pop(name), decider=decider))
+        is_any = not (self._peers or self._setup.num_alone or self._streams)
+        while self._can_fetch() or any(pool.has_room() for pool in self._makers):
+            order = self.scheduler.assign(None if is_any else self._accepts)
+            if order is None:
+                break
+            key, address, max_bytes = order
+            source, size = self._source(key), self.scheduler.sizes[key.name].chunk_size
+            work = ProduceChunk(
+                key=key, chunk_size=size, address=address, max_bytes=max_bytes, source=source
+            )
+            if source is not None:
+                self._fetched[key] = work
+            (self._pool_for(key.name) if source is None else self._fetchers).give(work)
+        self._look()
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._resident_bytes())
+
+    def resume(self) -> None:
+        """Tries again what could not be done; to be called now and then, before `work`."""
+        for pool in self.pools:
+            reads_on = pool in self._streams.values()
+            pool.resume(end_idle=self._setup.is_adaptive and not reads_on)
+        self._load.are_left(self.pool.num_running)
+
+    def close(self) -> None:
+        """Ends the preprocessors, and frees all memory."""
+        for pool in self.pools:
+            pool.close()
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Lets go of the memory, also in a child that does not preprocess."""
+        self._payload.close()
+        self._decoded.close()
+        self.arena.close()
+
+    def close_in_child(self) -> None:
+        """Closes what any forked child inherited."""
+        for pool in self.pools:
+            for port in pool.ports:
+                port.close_in_child()
+
+    def _pool_for(self, name: str) -> Workers:
+        return self._streams.get(name, self.pool)
+
+    def _source(self, key: ChunkKey) -> Peer | None:
+        """Whom to ask for a chunk; None if it is to be made here.
+
+        So it is where memory is so short that nodes could wait for each other's.
+        """
+        is_large = self.scheduler.order_bytes(key.name) > FETCHED_SHARE * self._space.nbytes
+        if self._peers is None or is_large or key in self._unfetched:
+            return None
+        return self._peers.source(key)
+
+    def _can_fetch(self) -> bool:
+        if self._peers is None or not (self._peers.plan.is_shared and self._fetchers.has_room()):
+            return False
+        taken = sum(work.max_bytes for work in self._fetched.values())
+        return taken < FETCHED_SHARE * self._space.nbytes
+
+    def _accepts(self, key: ChunkKey) -> bool:
+        """Whether somebody is free to make this chunk, or to fetch it."""
+        most = self._setup.num_alone
+        if key.owner is not None and most and self.scheduler.num_making(key.owner) >= most:
+            return False
+        is_made_here = self._source(key) is None
+        return self._pool_for(key.name).has_room() if is_made_here else self._can_fetch()
+
+    def _look(self) -> None:
+        """Notes what is so until the next event."""
+        scheduler, now_s, num_measuring = self.scheduler, self._clock(), len(self._measuring)
+        if now_s - self._looked_s >= _LOOK_S:
+            self._ready, self._looked_s = scheduler.windows.ready(scheduler.passes.values()), now_s
+        self._load.levels = Levels(
+            running=sum(pool.num_running for pool in self._makers),
+            busy=sum(pool.num_busy for pool in self._makers),
+            is_blocked=scheduler.is_blocked,
+            reading=len(scheduler.passes) + num_measuring,
+            stalled=len(scheduler.stalled) + num_measuring,
+            ready=self._ready[0],
+            window=self._ready[1],
+        )
+
+    def _preprocessor_main(self, sock: socket.socket) -> None:
+        self._close_in_child()
+        setup, peers = self._setup, self._peers
+        os.nice(setup.niceness)
+        # Imported in the child: the agent itself never uses torch.
+        from optuna_fleet.pipeline.preprocessor.main import preprocessor_main
+
+        preprocessor_main(
+            sock,
+            load=self._payload.load,
+            spec=setup.spec,
+            settings=setup.settings,
+            chunk_bytes=self.chunk_bytes,
+            arena=self.arena,
+            decoded=self._decoded,
+            asking=Asking(peers.credentials, peers.patience_s) if peers is not None else None,
+        )
+
+    def _resident_bytes(self) -> int:
+        return self._space.used + self._decoded.used_bytes
+
+    # What preprocessors say
+
+    def _received(self, message: object) -> None:
+        match message:
+            case SampleMeasured():
+                self._measured(message)
+            case ChunkFetched(key=key, nbytes=nbytes):
+                size = self.scheduler.sizes[key.name]
+                begin = key.chunk * size.chunk_size
+                self.counts.num_received += min(size.chunk_size, size.num_samples - begin)
+                self._settle(key)
+                self.scheduler.produced(key, nbytes)
+            case ChunkNotFetched(key=key, is_gone=is_gone):
+                self._not_fetched(key, is_gone=is_gone)
+            case ChunkProduced(key=key):
+                self._settle(key)
+                self._produced(message)
+            case ChunkOutgrew(key=key, nbytes=nbytes):
+                self._settle(key)
+                self.scheduler.outgrew(key, nbytes)
+            case ChunkNotProduced(key=key, error=error):
+                self._settle(key)
+                self.scheduler.failed(key, error)
+            case _:
+                raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
+
+    def _settle(self, key: ChunkKey) -> None:
+        self._unfetched.discard(key)
+        self._fetched.pop(key, None)
+
+    def _not_fetched(self, key: ChunkKey, *, is_gone: bool = False) -> None:
+        """Its owner has refused, or we died over it here, or it ``is_gone``, or slow."""
+        source = self._fetched.pop(key).source
+        if is_gone and source is not None and self._peers is not None:
+            self._peers.leave_out(source)
+        self._unfetched.add(key)
+        self.scheduler.put_back(key)
+
+    def _measured(self, message: SampleMeasured) -> None:
+        name, dataset = message.key.name, self._setup.spec.dataset(message.key.name)
+        if not message.is_repeatable:
+            self.notices.unseeded(name)
+        self._measuring.discard(name)
+        size = message.chunk_size or choose_chunk_size(
+            num_samples=dataset.num_samples,
+            sample_bytes=message.sample_bytes,
+            chunk_bytes=self.chunk_bytes,
+            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
+        )
+        content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
+        self.scheduler.sizes[name] = Size(
+            num_samples=dataset.num_samples, chunk_size=size, chunk_bytes=content
+        )
+
+    def _produced(self, message: ChunkProduced) -> None:
+        key, counts = message.key, self.counts
+        counts.preprocessed += message.num_samples
+        counts.busy_s += message.busy_s
+        counts.num_loaded += message.num_loaded
+        self.notices.count(key.name, message.num_samples, message.busy_s)
+        if key.owner is None and self._was_made(key):
+            counts.repeated += message.num_samples
+            self.notices.repeated(key.name)
+        if message.complaint is not None:
+            counts.num_skipped += len(message.skipped)
+            self.notices.skipped(key.name, message.skipped, message.complaint)
+        if self._decoded.is_full and self._decoded.serves(key.name):
+            self.notices.decoded_full(key.name, partial(self._decoded.kept_share, key.name))
+        self.scheduler.produced(key, message.nbytes)
+        self._load.advance(self._clock())
+        self._load.chunk_made(running=self.pool.num_running, has_fresh=self.pool.has_fresh)
+
+    def _was_made(self, key: ChunkKey) -> bool:
+        """Whether a chunk had been made before; notes that it is now."""
+        num_chunks = self.scheduler.sizes[key.name].num_chunks
+        made = self._made.setdefault(key.of_epoch, bytearray(num_chunks))
+        was_made, made[key.chunk] = made[key.chunk], True
+        return bool(was_made)
+
+    def _lost(self, key: ChunkKey | None) -> None:
+        if key is not None and key.name in self._measuring:
+            self._measuring_lost(key)
+        elif key in self._fetched:
+            self._not_fetched(key)
+        elif key is not None:
+            self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
+        self._on_idle()
+
+    def _measuring_lost(self, key: ChunkKey) -> None:
+        self._deaths[key.name] += 1
+        if self._deaths[key.name] < MAX_DEATHS:
+            self._measuring.discard(key.name)
+            self._unmeasured[key.name] = key
+            return
+        # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
+        guess = limits.guess_sample_bytes(self.chunk_bytes)
+        self._measured(SampleMeasured(key=key, sample_bytes=guess, header_bytes=0))

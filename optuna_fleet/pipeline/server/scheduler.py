@@ -1,0 +1,400 @@
+"""Who reads which block, what to make next, what to drop. Pure: events in, orders and news out.
+
+Each block of an epoch has a status, each pass through an epoch a cursor: the first block that it
+still needs. What is to be made is found from the cursors onwards, what is to be dropped from the
+far end towards them. Blocks lie in a `Space`, whose budget can't be exceeded. What passes hold is
+never dropped, so where room is short they are asked to copy what they need and to give the blocks
+back: nobody waits while holding something.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import pairwise
+from operator import attrgetter
+
+from optuna_fleet.pipeline.messages import (
+    ChunkError,
+    ChunkFailed,
+    ChunkReady,
+    PassId,
+    ReleaseChunks,
+)
+from optuna_fleet.pipeline.server.epochs import (
+    ABSENT,
+    FAILED,
+    HELD,
+    IDLE,
+    MAKING,
+    Epoch,
+    Order,
+    Pass,
+    Size,
+)
+from optuna_fleet.pipeline.server.space import Space, pages
+from optuna_fleet.pipeline.server.windows import Windows
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
+
+MAX_DEATHS = 3
+"""A chunk over which this many preprocessors died is an error for those who asked for it."""
+
+BRIEF_SHARE = 0.5
+"""Chunks beyond this part of the budget are only lent briefly, and not before they are needed.
+
+So readers that stand still can't keep the others from going on.
+"""
+
+_SHRINK = 8
+"""A chunk gives back what it does not need, if that is more than one part in so many."""
+
+
+class Scheduler:
+    """Decides which chunks are made, kept, lent and dropped.
+
+    First to go are chunks that no open pass will come to, the latest epoch first (every trial
+    starts at epoch 0), its last chunk first; then those that are farthest ahead of every reader.
+
+    Args:
+        space: Where chunks lie.
+        window: Chunks ahead of each open pass that are made before they are asked for.
+        fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
+
+    Attributes:
+        outbox: What is to be said to readers, and to whom; the server empties it.
+        passes: Those that are open.
+        windows: What lies ahead of them.
+        stalled: Those that can't go on without a chunk that is not there.
+        sizes: How data sets are cut, by name, once that is known.
+        num_dropped: How many chunks made room for others.
+        lent_bytes: Bytes that passes hold.
+        is_blocked: Something is wanted that did not fit when somebody was free to make it.
+    """
+
+    def __init__(self, space: Space, *, window: int, fixed: Iterable[str] = ()) -> None:
+        self.outbox: deque[tuple[Hashable, object]] = deque()
+        self.passes: dict[PassId, Pass] = {}
+        self.sizes: dict[str, Size] = {}
+        self.num_dropped = 0
+        self.lent_bytes = 0
+        self._space = space
+        self.windows = Windows(window)
+        self._fixed = frozenset(fixed)
+        self._epochs: dict[EpochKey, Epoch] = {}
+        self._lent: set[tuple[int, int]] = set()
+        self._idle_bytes = 0
+        self.is_blocked = False
+        # Dictionaries without values are sets with an order here.
+        self._urgent: dict[tuple[Epoch, int], None] = {}  # chunks that passes wait for
+        self._ahead: dict[tuple[Epoch, int], None] = {}  # others that were asked for
+        self.stalled: set[Pass] = set()
+        self._holding: dict[Pass, None] = {}  # and not yet asked to give back
+
+    def num_making(self, owner: int) -> int:
+        """How many chunks are being made for one owner alone."""
+        epochs = self._epochs.values()
+        return sum(each.status.count(MAKING) for each in epochs if each.key.owner == owner)
+
+    # Passes
+
+    def open_pass(
+        self, pass_id: PassId, key: EpochKey, cursor: int, *, continues: bool = False
+    ) -> None:
+        """Begins a pass over an epoch whose size is known, from chunk ``cursor``.
+
+        If it ``continues``, its reader will go on with the next epoch. What is made for an owner
+        alone is not kept after its last pass.
+        """
+        assert pass_id not in self.passes, pass_id
+        epoch = self._epoch(key)
+        self.passes[pass_id] = epoch.passes[pass_id] = Pass(pass_id, epoch, cursor, continues)
+        insort(epoch.cursors, cursor)
+        self.windows.look_at(self.passes[pass_id])
+
+    def move(self, pass_id: PassId, cursor: int) -> None:
+        """Notes the first chunk that the pass still needs."""
+        reader = self.passes[pass_id]
+        if cursor != reader.cursor:
+            reader.epoch.cursors.remove(reader.cursor)
+            insort(reader.epoch.cursors, cursor)
+            reader.cursor = cursor
+            self.windows.look_at(reader)
+
+    def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
+        """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
+        reader = self.passes[pass_id]
+        status = reader.epoch.status
+        if chunk in reader.held:
+            return
+        if status[chunk] in (IDLE, HELD):
+            self._lend(reader, chunk, urgent=urgent)
+            return
+        if status[chunk] == FAILED:
+            status[chunk] = ABSENT
+        at = reader.epoch, chunk
+        reader.wanted[chunk] = urgent or reader.wanted.get(chunk, False)
+        if urgent:
+            self.stalled.add(reader)
+            self._ahead.pop(at, None)
+            self._urgent[at] = None
+        elif at not in self._urgent:
+            self._ahead[at] = None
+
+    def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
+        """The pass gives chunks back."""
+        reader = self.passes[pass_id]
+        for chunk in reader.held.intersection(chunks):
+            self._take_back(reader, chunk)
+            self._holding[reader] = None  # it may be asked again for those it still has
+        if not reader.held:
+            self._holding.pop(reader, None)
+
+    def close_pass(self, pass_id: PassId) -> None:
+        """Ends the pass, or its reader died: everything it held or wanted is let go."""
+        reader = self.passes.pop(pass_id)
+        epoch = reader.epoch
+        del epoch.passes[pass_id]
+        epoch.cursors.remove(reader.cursor)
+        self.stalled.discard(reader)
+        self._holding.pop(reader, None)
+        self.windows.forget(reader)
+        for chunk in [*reader.held]:
+            self._take_back(reader, chunk)
+        for chunk in reader.wanted:
+            if not any(chunk in each.wanted for each in epoch.passes.values()):
+                self._unqueue(epoch, chunk)
+        if epoch.key.owner is not None and not epoch.passes:
+            while (chunk := epoch.status.find(IDLE)) >= 0:
+                self._drop(epoch, chunk)
+        self._forget(epoch)
+
+    # What is made
+
+    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
+        """Returns what to make next, where room was made for it; None if there is nothing.
+
+        Chunks that passes wait for come first, then those requested ahead, then the windows,
+        last the beginnings of next epochs, for which nothing is dropped: no pass has its cursor
+        there yet, so they would be the next to go.
+
+        Args:
+            accept: Whether somebody is free for this chunk now; None if for any.
+        """
+        self.is_blocked = False
+        for key, urgent in self._candidates():
+            if accept is not None and not accept(key):
+                continue
+            nbytes = self.order_bytes(key.name)
+            if nbytes > self._space.nbytes:
+                self._refuse(key, _too_large(key, nbytes, self._space.nbytes))
+                continue
+            # What can wait may not push out what readers will come to next.
+            address = self._make_room(nbytes, spare=0 if urgent else self.windows.length)
+            if address is not None:
+                return self._order(key, nbytes, address)
+            self.is_blocked = True  # the others are no smaller and no more urgent
+            if urgent:
+                self._recall()
+            return None
+        for key in self.windows.upcoming(self._epochs):
+            if accept is None or accept(key):
+                nbytes = self.order_bytes(key.name)
+                address = self._space.allocate(nbytes)
+                return None if address is None else self._order(key, nbytes, address)
+        return None
+
+    def order_bytes(self, name: str) -> int:
+        """Returns the bytes to leave for a chunk of a data set."""
+        return pages(self.sizes[name].chunk_bytes)
+
+    def produced(self, key: ChunkKey, nbytes: int) -> None:
+        """A chunk is there; everyone who waited for it gets it."""
+        epoch, chunk, size = self._epochs[key.of_epoch], key.chunk, self.sizes[key.name]
+        address, taken = epoch.places[chunk]
+        assert nbytes <= taken, (key, nbytes, taken)
+        if (unused := taken - pages(nbytes)) > taken // _SHRINK:
+            taken -= unused
+            self._space.free(address + taken, unused)
+        epoch.places[chunk] = address, taken
+        epoch.status[chunk] = IDLE
+        self._idle_bytes += taken
+        epoch.deaths.pop(chunk, None)
+        if size.is_estimate and chunk + 1 < size.num_chunks:
+            size.chunk_bytes, size.is_estimate = nbytes, False
+        for reader, urgent in self._answered(epoch, chunk):
+            self._lend(reader, chunk, urgent=urgent)
+
+    def put_back(self, key: ChunkKey) -> None:
+        """A chunk is no longer in production: its place is free, and it may be ordered again."""
+        self._free(self._epochs[key.of_epoch], key.chunk)
+
+    def outgrew(self, key: ChunkKey, nbytes: int) -> None:
+        """A chunk is larger than any before: it is to be made again where there is room."""
+        size = self.sizes[key.name]
+        size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
+        self.put_back(key)
+
+    def failed(self, key: ChunkKey, error: ChunkError) -> None:
+        """A sample raised: those who waited are told; only a new request tries again."""
+        self.put_back(key)
+        self._refuse(key, error)
+
+    def lost(self, key: ChunkKey, error: ChunkError) -> None:
+        """A preprocessor died over this chunk: it is repeated, but not for ever."""
+        epoch = self._epochs.get(key.of_epoch)
+        if epoch is None or epoch.status[key.chunk] != MAKING:
+            return  # it was done, but for the rest of what follows from that
+        epoch.deaths[key.chunk] += 1
+        if epoch.deaths[key.chunk] >= MAX_DEATHS:
+            self.failed(key, error)
+        else:
+            self.put_back(key)
+
+    # What they have in common
+
+    def _epoch(self, key: EpochKey) -> Epoch:
+        if (found := self._epochs.get(key)) is None:
+            rank = -1 if key.name in self._fixed else key.epoch
+            status = bytearray(self.sizes[key.name].num_chunks)
+            found = self._epochs[key] = Epoch(key, status, (rank, key.name, key.owner or -1))
+        return found
+
+    def _forget(self, epoch: Epoch) -> None:
+        if not (epoch.passes or epoch.places):
+            self._epochs.pop(epoch.key, None)
+
+    def _free(self, epoch: Epoch, chunk: int) -> None:
+        epoch.status[chunk] = ABSENT
+        self._space.free(*epoch.places.pop(chunk))
+        self.windows.look_again(epoch.passes.values())
+        self._forget(epoch)
+
+    def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
+        """What is absent and wanted, and whether somebody waits for it; the first comes first."""
+        for asked, urgent in ((self._urgent, True), (self._ahead, False)):
+            for epoch, chunk in [*asked]:
+                if epoch.status[chunk] == ABSENT:
+                    yield epoch.chunk(chunk), urgent
+        yield from ((key, False) for key in self.windows.nearest())
+
+    def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
+        epoch = self._epoch(key.of_epoch)
+        epoch.status[key.chunk] = MAKING
+        epoch.places[key.chunk] = address, nbytes
+        return Order(key, address, nbytes)
+
+    def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
+        epoch = self._epoch(key.of_epoch)
+        epoch.deaths.pop(key.chunk, None)
+        epoch.status[key.chunk] = FAILED
+        for reader, _ in self._answered(epoch, key.chunk):
+            failure = ChunkFailed(pass_id=reader.pass_id[1], chunk=key.chunk, error=error)
+            self.outbox.append((reader.pass_id[0], failure))
+        self._forget(epoch)
+
+    def _answered(self, epoch: Epoch, chunk: int) -> list[tuple[Pass, bool]]:
+        """Nobody need wait for a chunk any more; returns who did, and whether for it alone."""
+        self._unqueue(epoch, chunk)
+        waited = [each for each in epoch.passes.values() if chunk in each.wanted]
+        found = [(each, each.wanted.pop(chunk)) for each in waited]
+        self.stalled.difference_update(e for e in waited if not any(e.wanted.values()))
+        return found
+
+    def _unqueue(self, epoch: Epoch, chunk: int) -> None:
+        self._urgent.pop((epoch, chunk), None)
+        self._ahead.pop((epoch, chunk), None)
+
+    # Lending
+
+    def _lend(self, reader: Pass, chunk: int, *, urgent: bool) -> None:
+        epoch = reader.epoch
+        place = epoch.places[chunk]
+        if (brief := self._is_short(place)) and not urgent:
+            return  # it will be asked for again
+        if epoch.status[chunk] == IDLE:
+            epoch.status[chunk] = HELD
+            self._idle_bytes -= place[1]
+            self.lent_bytes += place[1]
+            self._lent.add(place)
+        if not reader.held:
+            self._holding[reader] = None
+        reader.held.add(chunk)
+        epoch.holders[chunk] += 1
+        to, number = reader.pass_id
+        self.outbox.append((to, ChunkReady(number, chunk, *place, brief)))
+
+    def _take_back(self, reader: Pass, chunk: int) -> None:
+        epoch = reader.epoch
+        reader.held.discard(chunk)
+        epoch.holders[chunk] -= 1
+        if not epoch.holders[chunk]:
+            del epoch.holders[chunk]
+            place = epoch.places[chunk]
+            epoch.status[chunk] = IDLE
+            self._lent.remove(place)
+            self.lent_bytes -= place[1]
+            self._idle_bytes += place[1]
+
+    def _is_short(self, place: tuple[int, int]) -> bool:
+        """Whether what is left beside this and the lent chunks is too little for comfort.
+
+        The largest chunk must still find room in one piece.
+        """
+        total, lent = self._space.nbytes, self.lent_bytes + (place not in self._lent) * place[1]
+        if lent > BRIEF_SHARE * total:
+            return True
+        largest = pages(max(size.chunk_bytes for size in self.sizes.values()))
+        if total - lent >= largest * (len(self._lent) + 2):
+            return False  # however they lie, one of the pieces between them is as large
+        edges = [(0, 0), *sorted(self._lent | {place}), (total, 0)]
+        return max(after - begin - n for (begin, n), (after, _) in pairwise(edges)) < largest
+
+    def _recall(self) -> None:
+        """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
+        for reader_id, number in (each.pass_id for each in self._holding):
+            self.outbox.append((reader_id, ReleaseChunks(pass_id=number)))
+        self._holding.clear()
+
+    # Dropping
+
+    def _make_room(self, nbytes: int, *, spare: int) -> int | None:
+        """Drops chunks until so many bytes fit in one piece, and returns where they do.
+
+        None if they do not fit without what is held, or is one of the ``spare`` chunks from the
+        cursor of an open pass on.
+        """
+        address = self._space.allocate(nbytes)
+        if address is None and nbytes > self._space.nbytes - self._space.used + self._idle_bytes:
+            return None  # known beforehand: not even without all idle chunks
+        while address is None and (worst := self._worst(spare)) is not None:
+            self._drop(*worst)
+            address = self._space.allocate(nbytes)
+        return address
+
+    def _worst(self, spare: int) -> tuple[Epoch, int] | None:
+        """The chunk to give up first."""
+        epochs = sorted(self._epochs.values(), key=attrgetter("rank"), reverse=True)
+        for epoch in epochs:
+            first = epoch.cursors[0] if epoch.cursors else len(epoch.status)
+            if (chunk := epoch.status.rfind(IDLE, 0, first)) >= 0:
+                return epoch, chunk
+        found = None
+        for epoch in epochs:
+            for cursor, behind in pairwise([*epoch.cursors, len(epoch.status)]):
+                chunk = epoch.status.rfind(IDLE, cursor, behind)
+                if chunk - cursor >= spare and (found is None or chunk - cursor > found[0]):
+                    found = chunk - cursor, epoch, chunk
+        return found[1:] if found else None
+
+    def _drop(self, epoch: Epoch, chunk: int) -> None:
+        self.num_dropped += 1
+        self._idle_bytes -= epoch.places[chunk][1]
+        self._free(epoch, chunk)
+
+
+def _too_large(key: ChunkKey, nbytes: int, budget: int) -> ChunkError:
+    return ChunkError(
+        summary=f"A chunk of data set {key.name!r} takes {nbytes} bytes, but all preprocessed "
+        f"data together may take {budget}: give SharedPipeline a larger memory_bytes."
+    )
