@@ -179,6 +179,8 @@ def test_pages_and_files_that_are_named_are_there() -> None:
         for file in (ROOT / folder).rglob("*.py"):
             for page in re.findall(r"docs/(\w+\.md)", file.read_text()):
                 assert (ROOT / "docs" / page).exists(), f"{file}: {page}"
+    tests = re.findall(r"tests/[\w/.]+", (ROOT / ".ci" / "release").read_text())
+    assert [name for name in tests if not (ROOT / name).exists()] == []
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"[`\"](\w+/[\w/]*(?:\.py)?)[`\"]", text)
     assert len(named) > 30

@@ -47,12 +47,6 @@ def test_optunas_own_trials_say_how_to_run_a_ported_objective(trial: Any) -> Non
         assert copy.deepcopy(pickle.loads(pickle.dumps(trial))).user_attrs == {}
 
 
-def test_a_forgotten_executor_is_told_of() -> None:
-    study = optuna.create_study()
-    with pytest.raises(FleetConfigError, match="executor=FleetExecutor"):
-        study.optimize(ported, n_trials=1)
-
-
 @BOTH
 def test_the_best_trial_gives_its_value_again(cluster: str, tmp_path: Path) -> None:
     study = optuna.create_study(direction="maximize")

@@ -18,7 +18,6 @@ import pytest
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.workplace import workplace_here
-from tests.nursery import Nursery
 
 REGISTRY = """
 print("registry is imported", flush=True)
@@ -196,35 +195,3 @@ def test_what_a_manager_of_the_script_keeps_is_there_for_all() -> None:
         with cpu_fleet(SharedPipeline(val=Shared(samples))) as fleet:
             assert value_of(fleet, objective) == 10.0
         assert dict(seen) == {"trial": 0}
-
-
-SCRIPT = """
-import optuna, os, sys
-sys.path.insert(0, os.getcwd())
-os.environ["SET_BY_THE_SCRIPT"] = "yes"
-from optuna_fleet import FleetExecutor
-import settings_module
-
-settings_module.BATCH = 64
-
-def setup():
-    import settings_module
-    settings_module.BATCH = 64
-
-def objective(trial):
-    import settings_module
-    return settings_module.BATCH + (os.environ["SET_BY_THE_SCRIPT"] == "yes")
-
-if __name__ == "__main__":
-    study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", setup=setup) as fleet:
-        study.optimize(objective, n_trials=1, executor=fleet)
-    print("value", study.best_value)
-"""
-
-
-def test_a_script_may_set_what_a_module_has(nursery: Nursery, tmp_path: Path) -> None:
-    (tmp_path / "settings_module.py").write_text("BATCH = 1")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    ended = nursery.run(tmp_path / "script.py", folder=tmp_path)
-    assert ended.stdout.split() == ["value", "65.0"], ended.stderr

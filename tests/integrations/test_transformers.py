@@ -37,8 +37,6 @@ from optuna_fleet.integrations.transformers import (  # noqa: E402
     FleetTrainerMixin,
     PruningCallback,
 )
-from optuna_fleet.preflight.standalone import Checker  # noqa: E402
-from optuna_fleet.preflight.verdict import OneDevice  # noqa: E402
 from tests.fleets import Leg, fleet_of  # noqa: E402
 from tests.nursery import preloading  # noqa: E402
 
@@ -313,12 +311,6 @@ def test_the_same_as_plain_on_any_devices(
         assert trial.value == pytest.approx(alone.value, rel=1e-10)
 
 
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    with Checker() as checker:
-        yield checker
-
-
 def in_float32(trial: Any) -> float:
     """As most write it, dropout and all."""
     trainer = FleetTrainer(
@@ -383,10 +375,6 @@ class OnFleet(FleetTrainerMixin, Weighted):
         return self.fleet_trial.weighted(loss, self.weight)
 
 
-class NotTold(FleetTrainerMixin, Weighted):
-    pass
-
-
 def test_a_trainer_class_of_ones_own_with_weights_of_its_own(three: Any, tmp_path: Path) -> None:
     told = objective_of("classifier", tmp_path, OnFleet)
     alone, wide = (flown(three, told, Leg(devices)) for devices in [(0,), (0, 1, 2)])
@@ -394,13 +382,6 @@ def test_a_trainer_class_of_ones_own_with_weights_of_its_own(three: Any, tmp_pat
     one, other = (trial.user_attrs["seen"]["history"] for trial in (alone, wide))
     norms = [[e["grad_norm"] for e in history if "grad_norm" in e] for history in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-10)
-
-
-def test_weights_that_are_not_told_of_are_found(
-    checker: Any, pipeline: Any, tmp_path: Path
-) -> None:
-    verdict = checker.check(objective_of("classifier", tmp_path, NotTold), pipeline)
-    assert isinstance(verdict, OneDevice), verdict
 
 
 def test_a_pruned_trial_frees_its_devices(three: Any, tmp_path: Path) -> None:

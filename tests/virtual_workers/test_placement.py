@@ -209,6 +209,14 @@ def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
     assert len(tight.ranks) == 2
 
 
+def test_where_memory_is_short_stages_hold_fewer_minibatches() -> None:
+    def workers_and_held(memory_bytes: float) -> tuple[int, int]:
+        placed = several(2, memory_bytes=memory_bytes).place([[LAYER] * 6] * 4)
+        return len(placed.ranks), placed.held
+
+    assert [workers_and_held(memory) for memory in (60.0, 50.0, 40.0)] == [(2, 4), (2, 1), (1, 1)]
+
+
 TWO_NODES = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
 
 
