@@ -346,7 +346,7 @@ def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> Non
     ("flag", "told"),
     [
         (True, ""),
-        (False, "`min_devices` is 3, but must be <= 2"),
+        (False, "`min_devices` is 3, but must be a whole number >= 1 and <= 2"),
         ("yes", "must be true or false"),
     ],
 )
