@@ -22,10 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +185,7 @@ class Watch:
         if self.name == BARE:
             runner: Any = fleet._runner
             connections: Connections = runner._runtime.connections
-            connections.messages = partial(read_bare, connections)  # type: ignore[method-assign]
+            connections._listener.call(read_bare, connections)
         time.sleep(SETTLE_S)
         began, began_cpu = time.monotonic(), time.process_time()
         time.sleep(self.seconds)
@@ -199,8 +197,8 @@ class Watch:
         os._exit(0)
 
 
-def read_bare(connections: Connections, *_: Any) -> Iterator[Any]:
-    """In the place of `Connections.messages`: waits, reads and forgets, for ever."""
+def read_bare(connections: Connections) -> None:
+    """In the place of the thread that reads: waits, reads and forgets, for ever."""
     channels = [*connections.agents.values(), *connections.trainers.values()]
     poll = select.epoll()
     for channel in channels:
@@ -208,7 +206,6 @@ def read_bare(connections: Connections, *_: Any) -> Iterator[Any]:
     while True:
         for number, _ in poll.poll(None, len(channels)):
             os.read(number, 4096)
-    yield
 
 
 def drive(watch: Watch) -> None:

@@ -63,12 +63,13 @@ def ensemble(seed: int) -> list[SimulatedTrial]:
 class Pace:
     """Has each step last as long as it would, what the last one was late by chance taken off."""
 
-    def __init__(self) -> None:
+    def __init__(self, late_s: float = LATE_S) -> None:
         self._due = time.perf_counter()
+        self._late_s = late_s
 
     def keep(self, step_s: float) -> None:
         """Sleep for what is left of a step."""
-        self._due = max(self._due + step_s, time.perf_counter() - LATE_S)
+        self._due = max(self._due + step_s, time.perf_counter() - self._late_s)
         time.sleep(max(0.0, self._due - time.perf_counter()))
 
 

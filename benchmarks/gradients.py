@@ -4,8 +4,7 @@ python benchmarks/gradients.py                # three sizes of a perceptron
 python benchmarks/gradients.py --rounds 40
 
 Both train the same model on the same data by gloo, in turns, some steps each. A ratio is of the
-medians of all turns: time per step with the reducer over that with DDP. `calls` are the calls of
-functions of this package in one forward and backward pass and optimizer step.
+medians of all turns: time per step with the reducer over that with DDP.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -81,23 +78,6 @@ class Trained:
                 self.step()
             return (time.perf_counter() - began) / num_steps
 
-    def calls(self) -> int:
-        """Of this package, in one step."""
-        names = []
-
-        def noted(frame: Any, event: str, _: Any) -> None:
-            if event == "call" and "optuna_fleet/" in frame.f_code.co_filename:
-                names.append(frame.f_code.co_name)
-
-        threading.setprofile(noted)
-        sys.setprofile(noted)
-        with self.watched():
-            self.step()
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-        others = ("hand_out", "__init__", "watched", "close", "_check_prepared")
-        return sum(name not in others and not name.startswith("<") for name in names)
-
 
 def rank_of(rank: int, port: int, rounds: int) -> None:
     torch.set_num_threads(1)
@@ -109,11 +89,10 @@ def rank_of(rank: int, port: int, rounds: int) -> None:
         ours, ddp = Trained(width, by_us=True), Trained(width, by_us=False)
         turns = [(ours.seconds(num_steps), ddp.seconds(num_steps)) for _ in range(rounds + 2)][2:]
         own, theirs = (statistics.median(times) for times in zip(*turns, strict=True))
-        calls = ours.calls()
         if rank == 0:
             print(
                 f"width {width}: {1e3 * own:.2f} ms per step, with DDP {1e3 * theirs:.2f}, "
-                f"ratio {own / theirs:.2f}; calls {calls}"
+                f"ratio {own / theirs:.2f}"
             )
     groups.leave_group()
     groups.wait_until_left()

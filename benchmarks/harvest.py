@@ -6,27 +6,24 @@ python benchmarks/harvest.py TRACE.npz JOBS.json --compression 60 --nodes 8 --ho
 Agents are real, one CPU slot each: they start as nodes of the trace fall idle, are told when these
 are taken, and killed a moment later. Only training is emulated: a step on m nodes sleeps as long
 as it takes by the recorded rates. The replay has the same piece, jobs and policy; its moves, joins
-and decisions take what the executor was measured to take.
+and decisions take what the executor took on average.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import math
 import multiprocessing
 import os
-import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +31,15 @@ import numpy as np
 import optuna
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from emulated import Pace
+
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
-from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.waits import GATHER_S
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox
 from optuna_fleet.policies import Own
-from optuna_fleet.processes import die_with, preload
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.progress import Progress
 from optuna_fleet.replay.report import utilisation
@@ -59,7 +56,8 @@ CHECKPOINT_S = 60.0  # of the trace
 GRACE_S = 2.0  # from a node's notice to its kill
 PROFILED_STEPS = 12  # 6 to 24, by their length
 RESCALE_S = 0.2  # until it is measured
-PROBLEMS = {"elastic": ElasticAllocator, "equal-split": EqualSplitAllocator}
+POLICIES = ("elastic", "equal-split")
+AGENTS = multiprocessing.get_context("forkserver")
 
 
 def piece_of(
@@ -86,86 +84,75 @@ def piece_of(
     )
 
 
-# -- nodes ------------------------------------------------------------------------------------
+# -- live -------------------------------------------------------------------------------------
 
 
-class Mould:
-    """A process that has imported everything; forks agents and kills them, as the trace says."""
+class HarvestEngine(Engine):
+    """Starts agents and kills them as the trace says, from `began` on."""
+
+    host = "127.0.0.1"
+    has_leases = False
 
     def __init__(self, changes: Sequence[FleetChange]) -> None:
-        fork = multiprocessing.get_context("fork")
-        self.pipe, theirs = fork.Pipe()
-        self._agents: dict[int, int] = {}
-        self._process = fork.Process(target=self._main, args=(theirs, changes), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._first, *self._later = changes
+        self._agents: dict[int, Any] = {}
+        self._begins, self._closes = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self.began = 0.0
+
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
+        """See `Engine`."""
+        self._thread = threading.Thread(target=self._live, args=(invitation, inbox), daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """The trace begins now."""
+        self.began = time.time()
+        self._begins.set()
 
     def close(self) -> None:
-        """Kill the agents, and end."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(None)
-        self._process.join()
+        """See `Engine`."""
+        self._closes.set()
+        self._begins.set()
+        if self._thread is not None:
+            self._thread.join()
+        for agent in self._agents.values():
+            agent.kill()
 
-    def _main(self, pipe: Any, changes: Sequence[FleetChange]) -> None:
-        self.pipe.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        preload(("torch", *modules_to_preload()))
-        with contextlib.suppress(EOFError, OSError):
-            self._live(pipe, changes)
-        for pid in self._agents.values():
-            os.kill(pid, signal.SIGKILL)
-        os._exit(0)
+    def _live(self, invitation: Invitation, inbox: Inbox) -> None:
+        for node in self._first.joined:
+            self._start(node, invitation)
+        self._begins.wait()
+        leaving = dict[int, float]()
+        for time_s, what, node in sorted(_orders(self._later)):
+            if self._closes.wait(max(0.0, self.began + time_s - time.time())):
+                return
+            if what == "notice":
+                leaving[node] = time_s + GRACE_S
+                by = self.began + leaving[node]
+                inbox.put(Departure(node=str(node), cause="it is taken", by=by))
+            elif what == "join" or leaving.get(node) == time_s:
+                self._end(node, inbox)  # or it is taken again before it had come back
+            if what == "join":
+                self._start(node, invitation)
+        if not self._agents:  # or trials that are under way could never end
+            self._start(0, invitation)
 
-    def _live(self, pipe: Any, changes: Sequence[FleetChange]) -> None:
-        invitation = pipe.recv()
-        first, *later = changes
-        for node in first.joined:
-            self._start(node, invitation, pipe)
-        began, leaving = pipe.recv(), dict[int, float]()
-        last = (later[-1].time_s + GRACE_S, "last", 0)
-        for time_s, what, node in sorted([*_orders(later), last]):
-            while (wait_s := began + time_s - time.time()) > 0:
-                if pipe.poll(wait_s):
-                    return
-            if what == "last":
-                if not self._agents:  # or trials that are under way could never end
-                    self._start(node, invitation, pipe)
-            elif what == "join":
-                self._end(node, pipe)  # taken again before it had come back
-                self._start(node, invitation, pipe)
-            elif what == "notice":
-                leaving[node] = by = time_s + GRACE_S
-                pipe.send(Departure(node=str(node), cause="it is taken", by=began + by))
-            elif leaving.get(node) == time_s:
-                self._end(node, pipe)
-        pipe.recv()  # the end
+    def _end(self, node: int, inbox: Inbox) -> None:
+        if agent := self._agents.pop(node, None):
+            agent.kill()
+            agent.join()
+            inbox.put(Departure(node=str(node), cause="it was taken"))
 
-    def _end(self, node: int, pipe: Any) -> None:
-        if pid := self._agents.pop(node, 0):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            pipe.send(Departure(node=str(node), cause="it was taken"))
-
-    def _start(self, node: int, invitation: Invitation, pipe: Any) -> None:
-        parent, pid = os.getpid(), os.fork()
-        if pid:
-            self._agents[node] = pid
-            return
-        try:
-            pipe.close()
-            die_with(parent)
-            os.setsid()
-            options = AgentOptions(
-                invitation=invitation, node=str(node), devices=1, device_type="cpu", cores=1
-            )
-            run_agent(options)
-        except (EOFError, OSError):
-            pass  # the driver has ended
-        finally:
-            os._exit(0)
+    def _start(self, node: int, invitation: Invitation) -> None:
+        options = AgentOptions(
+            invitation=invitation, node=str(node), devices=1, device_type="cpu", cores=1
+        )
+        self._agents[node] = AGENTS.Process(target=_agent, args=(options,))
+        self._agents[node].start()
 
 
-def _orders(changes: Iterable[FleetChange]) -> Iterator[tuple[float, str, int]]:
+def _orders(changes: Sequence[FleetChange]) -> Iterator[tuple[float, str, int]]:
     """When which node does what; what comes at one moment is in alphabetical order."""
     gone = dict[int, float]()
     for change in changes:
@@ -177,190 +164,51 @@ def _orders(changes: Iterable[FleetChange]) -> Iterator[tuple[float, str, int]]:
             yield max(change.time_s, gone.get(node, 0.0)), "join", node
 
 
-class HarvestEngine(Engine):
-    """Hands on what the mould says: the trace gives what it gives, and nobody knows who comes."""
-
-    host = "127.0.0.1"
-    has_leases = False
-
-    def __init__(self, mould: Mould) -> None:
-        self._mould = mould
-        self._thread: threading.Thread | None = None
-
-    def open(self, invitation: Invitation, inbox: Inbox) -> None:
-        """See `Engine`."""
-
-        def hand_on() -> None:
-            with contextlib.suppress(EOFError, OSError):  # it has ended
-                while True:
-                    inbox.put(self._mould.pipe.recv())
-
-        self._mould.pipe.send(invitation)
-        self._thread = threading.Thread(target=hand_on, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """See `Engine`."""
-        if self._thread is not None:
-            self._mould.close()
-            self._thread.join()
-            self._thread = None
+def _agent(options: AgentOptions) -> None:
+    os.setsid()
+    try:
+        run_agent(options)
+    except (EOFError, OSError):
+        pass  # the driver has ended
+    finally:
+        os._exit(0)
 
 
-# -- live -------------------------------------------------------------------------------------
-
-
-class Pace:
-    """Has each step last as long as it would, what the last one of the run was late taken off."""
-
-    def __init__(self, ends: float) -> None:
-        self._due = 0.0
-        self._ends = ends
-        self._run_id: int | None = None
-
-    def keep(self, step_s: float, run_id: int) -> None:
-        """Sleep for what is left of a step; what a move took is not made good."""
-        if run_id != self._run_id:
-            self._run_id, self._due = run_id, time.time()
-        late_s = min(STEP_S, time.time() - self._due)
-        self._due = min(self._ends, time.time() - late_s + step_s)
-        time.sleep(max(0.0, self._due - time.time()))
-
-
-def objective(trial: Any, spec: SimulatedTrial, log: Path, ends: float) -> float:
-    """Trains next to nothing, and sleeps, up to the end of the trace; logs each step."""
+def objective(trial: Any, spec: SimulatedTrial, log: Path) -> float:
+    """Trains next to nothing, and sleeps; logs each step."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = trial.prepare(model, optimizer, max_devices=len(spec.rates))
-    pace = Pace(ends)
+    pace = Pace(late_s=STEP_S)
     for _ in trial.epochs(1):
         for (x,) in trial.batches("train", batch_size=BATCH, movable=True):
-            begun = time.time()
+            optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-            pace.keep(BATCH / spec.rates[trial.world_size - 1], trial._session.run.run_id)
+            pace.keep(BATCH / spec.rates[trial.world_size - 1])
             trial.state["steps"] = step = trial.state.get("steps", 0) + 1
             if trial.rank == 0:
                 with log.open("a") as file:
-                    print(trial.number, step, begun, time.time(), file=file)
+                    print(trial.number, step, time.time(), file=file)
     return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step of a trial, as logged."""
-
-    trial: int
-    number: int
-    begun: float
-    done: float
-
-    @classmethod
-    def of(cls, line: str) -> Step:
-        """A line of the log."""
-        trial, number, begun, done = line.split()
-        return cls(trial=int(trial), number=int(number), begun=float(begun), done=float(done))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pause:
-    """Of a trial that moved.
-
-    Attributes:
-        seconds: For how long its nodes did nothing that counts before they train, on average.
-        num_before: How many it had.
-        num_after: How many it has now.
-    """
-
-    seconds: float
-    num_before: int
-    num_after: int
-
-
-def _pauses(
-    steps: Sequence[Step],
-    flights: dict[int, list[dict[str, Any]]],
-    decided: Sequence[float],
-    spec: SimulatedTrial,
-) -> Iterator[Pause]:
-    """The pauses of all moves.
-
-    Args:
-        steps: Those that count.
-        flights: By trial.
-        decided: When plans were made.
-        spec: Of all trials.
-    """
-    left: dict[int, list[float]] = defaultdict(list)  # by device: when trials did
-    for flight in itertools.chain(*flights.values()):
-        for device in flight["devices"]:
-            left[device].append(flight["end"])
-    for number, flown in flights.items():
-        own = [step for step in steps if step.trial == number]
-        for before, after in itertools.pairwise(flown):
-            ends = [step.done for step in own if before["start"] <= step.done <= before["end"]]
-            later = [step.done for step in own if after["start"] <= step.begun <= after["end"]]
-            if before["ending"] != "yielded" or not ends or not later:
-                continue
-            devices, start = after["devices"], after["start"]
-            begins = min(later) - BATCH / spec.rates[len(devices) - 1]
-            planned = max((time_s for time_s in decided if time_s <= start), default=start)
-            idle_s = 0.0
-            for device in devices:
-                # Until a node that has just come has a trial, it joins.
-                since = max((time_s for time_s in left[device] if time_s <= start), default=start)
-                is_own = device in before["devices"]
-                idle_s += begins - (max(ends) if is_own else max(since, planned))
-            yield Pause(
-                seconds=idle_s / len(devices),
-                num_before=len(before["devices"]),
-                num_after=len(devices),
-            )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
-
-
-def _mean_pause(pauses: Iterable[Pause]) -> float:
-    """The mean over the nodes that trials then had: as many stood still in the replay."""
-    weights = [(pause.num_after, pause.seconds) for pause in pauses]
-    return sum(n * s for n, s in weights) / max(1, sum(n for n, _ in weights))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Lived:
-    """What a live run came to.
-
-    Attributes:
-        utilisation: U, of the steps that were done within the trace.
-        decisions: Plans that moved something, within the trace.
-        summary: Of the executor.
-        pauses: Of the moves.
-        waits: By node, and the moment when it came: for how long no trial had it, if one ever had
-            before it was taken.
-        repeated: Steps that were done more than once.
-    """
+    """What a live run came to: `join_s` and `decision_s` are means, `repeated` counts steps."""
 
     utilisation: float
     decisions: int
-    summary: FleetSummary
-    pauses: Sequence[Pause]
-    waits: Mapping[tuple[int, float], float]
+    move_s: float
+    join_s: float
+    decision_s: float
     repeated: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harvest:
-    """A piece of trace, and what to do on it.
-
-    Attributes:
-        piece: The nodes, in compressed time.
-        spec: What all trials are.
-        max_trials: At once.
-        compression: Of the time.
-    """
+    """A piece of trace in compressed time, and what to do on it."""
 
     piece: NodeTrace
     spec: SimulatedTrial
@@ -381,16 +229,16 @@ class Harvest:
             rescale_s=RESCALE_S,
         )
 
-    def live(self, policy: str, mould: Mould) -> Lived:
+    def live(self, policy: str) -> Lived:
         """Run the executor through it."""
         data = torch.utils.data.TensorDataset(torch.ones(int(self.spec.samples_per_epoch), 1))
-        pipeline = SharedPipeline(train=data, num_preprocessors=1)
+        engine = HarvestEngine(list(self.piece.changes()))
         with (
             tempfile.TemporaryDirectory() as folder,
             FleetExecutor(
-                pipeline,
+                SharedPipeline(train=data, num_preprocessors=1),
                 policy=self.policy(policy),
-                cluster=HarvestEngine(mould),
+                cluster=engine,
                 checkpoints=Checkpoints(interval_s=CHECKPOINT_S / self.compression),
                 max_trials=self.max_trials,
             ) as fleet,
@@ -398,77 +246,50 @@ class Harvest:
             first = int(self.piece.initial_idle.sum())
             warm_up = optuna.create_study()
             warm_up.optimize(lambda trial: time.sleep(0.5) or 0.0, 2 * first, executor=fleet)
-            log, began = Path(folder) / "steps", time.time()
+            log = Path(folder) / "steps"
             log.touch()
-            mould.pipe.send(began)
-            ends = began + self.piece.end_s
+            engine.begin()
             study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-            train = partial(objective, spec=self.spec, log=log, ends=ends)
+            train = partial(objective, spec=self.spec, log=log)
             study.optimize(train, timeout=self.piece.end_s, executor=fleet)
             assert fleet.summary is not None
-            return self._lived(log, (began, ends), fleet.summary, study)
+            steps = list(self._counted(log.read_text(), study, engine.began))
+            samples = [
+                Progress(trial=self.spec, samples=BATCH * len({s for t, s in steps if t == trial}))
+                for trial in {trial for trial, _ in steps}
+            ]
+            decisions = fleet.summary.decisions
+            return Lived(
+                utilisation=self.utilisation(samples),
+                decisions=sum(d.time <= engine.began + self.piece.end_s for d in decisions),
+                move_s=fleet.summary.move_s,
+                join_s=statistics.fmean(self._joins_s(study, engine.began) or [0.0]),
+                decision_s=statistics.fmean([d.solve_time_s for d in decisions] or [0.0]),
+                repeated=len(steps) - len(set(steps)),
+            )
 
-    def _lived(
-        self, log: Path, times: tuple[float, float], summary: FleetSummary, study: optuna.Study
-    ) -> Lived:
-        began, ends = times
-        spans = device_spans_of(study)
+    def _counted(self, log: str, study: optuna.Study, began: float) -> Iterator[tuple[int, int]]:
+        """Steps (of a trial) whose nodes were idle up to their ends: not those in a notice."""
+        node_of = {span.device: span.node for span in device_spans_of(study)}
+        taken = [(began + ended_s, str(node)) for node, _, ended_s in self._stays()]
         flights = flights_of(study)
-        steps = [Step.of(line) for line in log.read_text().splitlines()]
-        counted = self._counted(steps, flights, {span.device: span.node for span in spans}, began)
-        decided = [decision.time for decision in summary.decisions]
-        done: dict[int, set[int]] = defaultdict(set)
-        for step in counted:
-            done[step.trial].add(step.number)
-        samples = [Progress(trial=self.spec, samples=BATCH * len(s)) for s in done.values()]
-        return Lived(
-            utilisation=self.utilisation(samples),
-            decisions=sum(began <= time_s <= ends for time_s in decided),
-            summary=summary,
-            pauses=list(_pauses(counted, flights, decided, self.spec)),
-            waits=dict(self._waits(flights, {span.device: span.node for span in spans}, began)),
-            repeated=len(counted) - sum(map(len, done.values())),
-        )
+        for number, step, done in (line.split() for line in log.splitlines()):
+            if (done_at := float(done)) > began + self.piece.end_s + STEP_S / 100:
+                continue
+            own = flights[int(number)]
+            flight = next(f for f in own if f["start"] <= done_at <= f["end"])
+            nodes = {node_of[device] for device in flight["devices"]}
+            if not any(flight["start"] < at < done_at and node in nodes for at, node in taken):
+                yield int(number), int(step)
 
-    def _counted(
-        self,
-        steps: Sequence[Step],
-        flights: dict[int, list[dict[str, Any]]],
-        node_of: dict[int, str],
-        began: float,
-    ) -> list[Step]:
-        """Those steps whose nodes were idle up to their ends: what is done in a notice is not."""
-        taken: dict[str, list[float]] = defaultdict(list)
-        for change in self.piece.changes():
-            for node in change.left:
-                taken[str(node)].append(began + change.time_s)
-        ends, counted = began + self.piece.end_s + STEP_S / 100, []
-        for step in steps:
-            flight = next(f for f in flights[step.trial] if f["start"] <= step.done <= f["end"])
-            moments = (m for d in flight["devices"] for m in taken[node_of[d]])
-            is_late = any(flight["start"] < moment < step.done for moment in moments)
-            if step.done <= ends and not is_late:
-                counted.append(step)
-        return counted
-
-    def _waits(
-        self, flights: dict[int, list[dict[str, Any]]], node_of: dict[int, str], began: float
-    ) -> Iterator[tuple[tuple[int, float], float]]:
-        """How long after its moment in the trace each node had a trial, or those of its moment."""
-        begins: dict[str, list[float]] = defaultdict(list)
-        for flight in itertools.chain(*flights.values()):
-            for device in flight["devices"]:
-                begins[node_of[device]].append(flight["start"] - began)
-        taken: dict[int, float] = {}
-        for change in reversed(list(self.piece.changes())[1:]):
-            firsts: dict[int, float] = {}
-            for node in change.joined:
-                stay = change.time_s, taken.get(node, self.piece.end_s)
-                if inside := [s for s in begins[str(node)] if stay[0] <= s <= stay[1]]:
-                    firsts[node] = min(inside)
-            for node in firsts:  # what comes at one moment is planned for at one
-                yield (node, change.time_s), _mean(list(firsts.values())) - change.time_s
-            taken.update(dict.fromkeys(change.left, change.time_s))
+    def _joins_s(self, study: optuna.Study, began: float) -> list[float]:
+        """How long after their moments in the trace nodes were there."""
+        stays = [(str(node), began + begun_s) for node, begun_s, _ in self._stays() if begun_s]
+        return [
+            span.start - max(before)
+            for span in device_spans_of(study)
+            if (before := [at for node, at in stays if node == span.node and at <= span.start])
+        ]
 
     def utilisation(self, trials: Sequence[Progress]) -> float:
         """U, as BFTrainer defines it."""
@@ -478,52 +299,41 @@ class Harvest:
     def replayed(self, policy: str, lived: Lived) -> tuple[float, int]:
         """U and decisions of the replay, with what was measured live."""
         named = self.policy(policy)
-        costs = {
-            "rescale_up_s": _mean_pause(p for p in lived.pauses if p.num_after >= p.num_before),
-            "rescale_down_s": _mean_pause(p for p in lived.pauses if p.num_after < p.num_before),
-        }
-        rules = Rules(
-            profile_samples=PROFILED_STEPS * BATCH,
-            decision_s=_mean([d.solve_time_s for d in lived.summary.decisions]),
-        )
+        spec = replace(self.spec, rescale_up_s=lived.move_s, rescale_down_s=lived.move_s)
+        rules = Rules(profile_samples=PROFILED_STEPS * BATCH, decision_s=lived.decision_s)
         simulation = Simulation(
             self.piece.fleet(),
-            [replace(self.spec, **costs)] * 10_000,
+            [spec] * 10_000,
             named.rules(max_trials=self.max_trials),
             named.allocator,
             {},
             rules,
         )
-        outcome = simulation.run(self._late(lived.waits), self.piece.end_s)
+        outcome = simulation.run(iter(self._late(lived.join_s)), self.piece.end_s)
         rounds = max((span.round for span in outcome.totals.spans), default=0)
         return self.utilisation(list(outcome.trials.values())), rounds
 
-    def _late(self, waits: Mapping[tuple[int, float], float]) -> Iterator[FleetChange]:
-        """The trace as it is when nodes take their time to join."""
-        first, *later = self.piece.changes()
-        comes = {
-            (node, change.time_s): change.time_s + waits.get((node, change.time_s), math.inf)
-            for change in later
-            for node in change.joined
-        }
-        together = -math.inf  # as the executor plans for them
-        for key, there in sorted(comes.items(), key=itemgetter(1)):
-            together = together if there < together + GATHER_S else there
-            comes[key] = together
-        changes, joined, due = [first], defaultdict[float, list[int]](list), dict[int, float]()
-        for change in later:
-            left = []
+    def _late(self, join_s: float) -> list[FleetChange]:
+        """The trace as it is when nodes take their time to join; some are gone before."""
+        joined, left = defaultdict[float, list[int]](list), defaultdict[float, list[int]](list)
+        for node, begun_s, ended_s in self._stays():
+            there_s = begun_s + join_s if begun_s else 0.0
+            if there_s < ended_s:
+                joined[there_s].append(node)
+                left[ended_s].append(node)
+        return [
+            FleetChange(time_s=time_s, joined=tuple(joined[time_s]), left=tuple(left[time_s]))
+            for time_s in sorted({*joined, *left} - {math.inf})
+        ]
+
+    def _stays(self) -> Iterator[tuple[int, float, float]]:
+        """Which node is idle in the trace, from when, until when."""
+        since: dict[int, float] = {}
+        for change in self.piece.changes():
             for node in change.left:
-                if (there := due.pop(node, 0.0)) <= change.time_s:
-                    left.append(node)
-                else:  # it was gone before it was there
-                    joined[there].remove(node)
-            for node in change.joined:
-                due[node] = comes[node, change.time_s]
-                joined[due[node]].append(node)
-            changes.append(FleetChange(time_s=change.time_s, left=tuple(left)))
-        changes += [FleetChange(time_s=t, joined=tuple(nodes)) for t, nodes in joined.items()]
-        return iter(sorted(changes, key=lambda change: change.time_s))
+                yield node, since.pop(node), change.time_s
+            since |= dict.fromkeys(change.joined, change.time_s)
+        yield from ((node, begun_s, math.inf) for node, begun_s in since.items())
 
 
 # -- command line -----------------------------------------------------------------------------
@@ -564,30 +374,28 @@ def main() -> None:
     parser.add_argument("--max-trials", type=int, default=4)
     parser.add_argument("--widest", type=int, default=8, help="most nodes of a trial")
     parser.add_argument("--job-minutes", type=float, default=40.0, help="of a trial on one node")
-    parser.add_argument("--policies", choices=PROBLEMS, nargs="+", default=list(PROBLEMS))
+    parser.add_argument("--policies", choices=POLICIES, nargs="+", default=list(POLICIES))
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    agent = "optuna_fleet.executor.cluster.agent.main"
+    AGENTS.set_forkserver_preload(["__main__", agent, *modules_to_preload()])
     harvest = harvest_of(options)
     piece = harvest.piece
-    changes = list(piece.changes())
-    moulds = {policy: Mould(changes) for policy in options.policies}  # before there are threads
     joins, losses = ((piece.delta == sign).sum() for sign in (1, -1))
     print(
         f"{len(piece.names)} nodes, {piece.mean_nodes(piece.end_s):.1f} there on average, "
-        f"{joins} joins, {losses} losses; {piece.end_s:.0f} s; load {os.getloadavg()[0]:.1f}\n",
+        f"{joins} joins, {losses} losses; {piece.end_s:.0f} s; load {os.getloadavg()[0]:.1f}\n\n"
+        "| policy | U live | U replay | ratio | decisions | of replay | move | join | repeated |\n"
+        f"{'|---' * 9}|",
         flush=True,
     )
-    print(
-        "| policy | U live | U replay | ratio | decisions | of replay | pause | join | repeated |"
-    )
-    print(f"{'|---' * 9}|", flush=True)
-    for policy, mould in moulds.items():
-        lived = harvest.live(policy, mould)
+    for policy in options.policies:
+        lived = harvest.live(policy)
         u, decisions = harvest.replayed(policy, lived)
         print(
             f"| `{policy}` | {lived.utilisation:.1%} | {u:.1%} | {lived.utilisation / u:.3f} "
-            f"| {lived.decisions} | {decisions} | {1e3 * _mean_pause(lived.pauses):.0f} ms "
-            f"| {1e3 * _mean(list(lived.waits.values())):.0f} ms | {lived.repeated} |",
+            f"| {lived.decisions} | {decisions} | {1e3 * lived.move_s:.0f} ms "
+            f"| {1e3 * lived.join_s:.0f} ms | {lived.repeated} |",
             flush=True,
         )
 

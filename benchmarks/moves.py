@@ -2,16 +2,13 @@
 
 python benchmarks/moves.py                         # a small model, 1 GB, a compiled one
 python benchmarks/moves.py --models large --gigabytes 2
-python benchmarks/moves.py --models small --beginning-s 1    # an objective that begins slowly
 
 On CPU slots, by gloo; the trial has 3 and 4 devices in turns and is told where it goes on.
 
 *Pause*: from the end of the last step before a move to the end of the first one after it, on the
 slowest rank, less a usual step. The state goes through the memory of rank 0's process, where that
-stays, or through a file. The first moves of a compiled model come to sizes that were not compiled
-yet: it moves six times before its pauses count. *Broadcast*: as many bytes as the large model has,
-among the same ranks. *Beginning*: from a compiled objective's first line to the end of its first
-step. *Regroup*: from leaving one group to the end of the next one's first all-reduce.
+stays, or through a file. *Broadcast*: as many bytes as the large model has, among the same ranks.
+*Beginning*: from a compiled objective's first line to the end of its first step.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import argparse
 import functools
 import itertools
 import json
-import multiprocessing as mp
 import os
 import statistics
 import sys
@@ -40,7 +36,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from optuna_fleet import SharedPipeline
-from optuna_fleet.trainer import groups
 from tests.fleets import Leg, Noise, ask_to_move, fleet_of
 
 SIZE, BATCH = 8192, 16
@@ -55,47 +50,6 @@ class Numbered(Noise):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return super().__getitem__(index)[0], index
-
-
-# -- groups ---------------------------------------------------------------------------------------
-
-
-def rank_of(rank: int, world_size: int, port: int, repeats: int, times: Any) -> None:
-    torch.set_num_threads(1)
-    for repeat in range(repeats + 1):
-        spec = groups.GroupSpec(
-            rank=rank,
-            world_size=world_size,
-            prefix=str(repeat),
-            store_host="127.0.0.1",
-            store_port=port,
-        )
-        if repeat:
-            dist.barrier()
-        began = time.perf_counter()
-        groups.join_group(spec, "gloo", 60)
-        dist.all_reduce(torch.zeros(1))
-        if repeat and rank == 0:
-            times.put(time.perf_counter() - began)
-    dist.barrier()
-    groups.leave_group()
-
-
-def regroup_ms(world_size: int, repeats: int) -> float:
-    store, port = groups.serve_store()
-    context = mp.get_context("spawn")
-    times = context.SimpleQueue()
-    ranks = [
-        context.Process(target=rank_of, args=(rank, world_size, port, repeats, times))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    measured = [times.get() for _ in range(repeats)]
-    for rank in ranks:
-        rank.join()
-    del store
-    return 1e3 * statistics.median(measured)
 
 
 # -- objectives -----------------------------------------------------------------------------------
@@ -118,18 +72,14 @@ class Model(nn.Sequential):
         return [weights for weights in self.parameters() if weights.requires_grad]
 
 
-def trains(
-    trial: Any, *, folder: Path, num_frozen: int, compiles: bool, beginning_s: float, moves: int
-) -> float:
-    time.sleep(beginning_s)
+def trains(trial: Any, *, folder: Path, num_frozen: int, moves: int) -> float:
     model = Model(num_frozen)
     optimizer = torch.optim.SGD(model.trained(), lr=0.01, momentum=0.9)
     model, optimizer = trial.prepare(model, optimizer)
-    called = torch.compile(model) if compiles else model
     log = (folder / str(trial._session.device)).open("a", buffering=1)
     for _ in trial.epochs(1):
         for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
-            loss = cross_entropy(called(images), numbers % 3)
+            loss = cross_entropy(model(images), numbers % 3)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -195,13 +145,14 @@ def pauses_of(folder: Path) -> list[float]:
     ]
 
 
-def fly(fleet: Any, way: str, *, moves: int, **more: Any) -> tuple[list[float], Any]:
+def fly(fleet: Any, way: str, *, moves: int, num_frozen: int) -> tuple[list[float], Any]:
     """Returns the pauses of a trial, and the trial."""
     legs = [Leg(NARROW[way] if i % 2 else WIDE, until_asked=i < moves) for i in range(moves + 1)]
     with tempfile.TemporaryDirectory() as name:
         fleet.script = {0: legs}
         study = optuna.create_study()
-        objective = functools.partial(trains, folder=Path(name), moves=moves, **more)
+        more = {"moves": moves, "num_frozen": num_frozen}
+        objective = functools.partial(trains, folder=Path(name), **more)
         study.optimize(objective, n_trials=1, executor=fleet)
         assert study.trials[0].value is not None
         return pauses_of(Path(name)), study.trials[0]
@@ -209,22 +160,19 @@ def fly(fleet: Any, way: str, *, moves: int, **more: Any) -> tuple[list[float], 
 
 def measure(fleet: Any, name: str, given: argparse.Namespace) -> None:
     num_frozen = int(16 * given.gigabytes) if name == "large" else 0
-    compiles = name == "compiled"
-    more = {"compiles": compiles, "num_frozen": num_frozen, "beginning_s": given.beginning_s}
     found: dict[str, list[float]] = {way: [] for way in NARROW}
     losses, broadcast_s = [], []
-    first = 6 if compiles else 0
     for _ in range(given.rounds):
         for way in NARROW:
-            pauses, trial = fly(fleet, way, moves=given.moves + first, **more)
-            found[way] += pauses[first:]
+            pauses, trial = fly(fleet, way, moves=given.moves, num_frozen=num_frozen)
+            found[way] += pauses
             losses.append(trial.value)
             broadcast_s += trial.user_attrs["broadcast_s"]
     for way, pauses in found.items():
         shown = f"median {statistics.median(pauses):.3f} s, longest {max(pauses):.3f} s"
         print(f"{name}, through {way}: pause {shown} of {len(pauses)} moves")
     apart = (max(losses) - min(losses)) / max(losses)
-    assert apart < 1e-5 if compiles else apart < 1e-10, f"losses differ by {apart:.1e}"
+    assert apart < 1e-10, f"losses differ by {apart:.1e}"
     print(f"{name}: losses differ by {apart:.1e}; no sample was skipped or computed twice")
     if broadcast_s:
         print(f"{name}: broadcast {statistics.median(broadcast_s):.3f} s")
@@ -251,19 +199,17 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the large one")
     parser.add_argument("--moves", type=int, default=6, help="of each trial")
     parser.add_argument("--rounds", type=int, default=2, help="each with a trial of either way")
-    parser.add_argument("--beginning-s", type=float, default=0.0)
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    for world_size in (2, 4, 8):
-        print(f"regroup, {world_size} ranks: {regroup_ms(world_size, 15):.1f} ms")
     data = SharedPipeline(train=Numbered(SIZE), val=Numbered(16 * BATCH))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         with fleet_of(devices=5, pipeline=data) as fleet:
-            if "compiled" in given.models:
-                measure_beginnings(fleet)
             for name in given.models:
-                measure(fleet, name, given)
+                if name == "compiled":
+                    measure_beginnings(fleet)
+                else:
+                    measure(fleet, name, given)
 
 
 if __name__ == "__main__":

@@ -116,12 +116,6 @@ def measure_driver(effort: Effort) -> list[Row]:
     ]
 
 
-def measure_record(effort: Effort) -> list[Row]:
-    """One note of how a call is getting on; a driver makes one every 2 to 15 s."""
-    times = run(("call_record.py", int(effort.choose(200, 20)))).answers[0]
-    return [row(f"Note of a call, {name}", ms, "ms") for name, ms in times.items()]
-
-
 MEASURES: dict[str, Callable[[Effort], list[Row]]] = {
     "trial": measure_trial,
     "instant": measure_instant,
@@ -129,7 +123,6 @@ MEASURES: dict[str, Callable[[Effort], list[Row]]] = {
     "plain-start": measure_plain_start,
     "moves": measure_moves,
     "driver": measure_driver,
-    "record": measure_record,
 }
 
 

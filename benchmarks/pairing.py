@@ -27,58 +27,43 @@ class Row:
         what: What was measured, for people.
         runs: One value per run.
         unit: Unit of the values; "x" for a ratio.
-        reach: Most the value may be; None for what is only told along with another row.
+        aim: What is asked of the value; "" for what is only told along with another row.
     """
 
     what: str
     runs: tuple[float, ...]
     unit: str
-    reach: float | None = None
+    aim: str
 
     @property
     def value(self) -> float:
         """The median."""
         return statistics.median(self.runs)
 
-    @property
-    def ok(self) -> bool | None:
-        """Whether the value is within reach; None if there is none."""
-        return None if self.reach is None else self.value <= self.reach
 
-    def to_json(self) -> str:
-        """The row as one line of JSON."""
-        return json.dumps(
-            {
-                "what": self.what,
-                "value": float(f"{self.value:.4g}"),
-                "unit": self.unit,
-                "reach": self.reach,
-                "ok": self.ok,
-                "min": float(f"{min(self.runs):.4g}"),
-                "max": float(f"{max(self.runs):.4g}"),
-                "runs": len(self.runs),
-            }
-        )
-
-    def to_markdown(self) -> str:
-        """The row as a line of the table in docs/numbers.md."""
-        reach = "" if self.reach is None else f"<= {self.reach:g} {self.unit}"
-        extremes = f"{min(self.runs):.3g} .. {max(self.runs):.3g}"
-        return f"| {self.what} | {self.value:.3g} {self.unit} | {extremes} | {reach} |"
-
-
-def row(what: str, runs: Iterable[float], unit: str, reach: float | None = None) -> Row:
-    """Make a row and print it at once."""
-    made = Row(what=what, runs=tuple(runs), unit=unit, reach=reach)
-    print(made.to_json(), flush=True)
+def row(
+    what: str,
+    runs: Iterable[float],
+    unit: str,
+    most: float | None = None,
+    *,
+    least: float | None = None,
+) -> Row:
+    """Make a row and print it at once, as a line of JSON."""
+    aims = {"<=": most, ">=": least}
+    asked = "".join(f"{sign} {aim:g} {unit}" for sign, aim in aims.items() if aim is not None)
+    made = Row(what=what, runs=tuple(runs), unit=unit, aim=asked)
+    shown = {"what": what, "value": float(f"{made.value:.4g}"), "unit": unit, "aim": made.aim}
+    print(json.dumps(shown | {"runs": [float(f"{run:.4g}") for run in made.runs]}), flush=True)
     return made
 
 
 def print_table(rows: Iterable[Row]) -> None:
     """Print the rows as a Markdown table."""
-    print("\n| Measured | Median | Smallest .. largest run | Reach |\n|---|---|---|---|")
+    print("\n| Measured | Median | Smallest .. largest run | Aim |\n|---|---|---|---|")
     for one in rows:
-        print(one.to_markdown())
+        extremes = f"{min(one.runs):.3g} .. {max(one.runs):.3g}"
+        print(f"| {one.what} | {one.value:.3g} {one.unit} | {extremes} | {one.aim} |")
 
 
 def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:

@@ -1,12 +1,10 @@
 """`trial.pipeline` on emulated devices, beside the simulator and the partitioner.
 
 python benchmarks/pipelines.py            # about four minutes; idle cores, or messages are slow
-python benchmarks/pipelines.py --several  # two virtual workers, and what else 4 devices can do
 
-Real processes and messages; only the layers are emulated: their passes sleep, as long for a
-virtual worker's or a device's share of a batch as for a whole one. Devices may be unlike: then the
-same layers sleep longer on some of them. Taken is the time of the second half of the steps, as the
-first rank sees it.
+Real processes and messages; only the layers are emulated: their passes sleep. Devices may be
+unlike: then the same layers sleep longer on some of them. Taken is the time of the second half of
+the steps, as the first rank sees it.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 NUM_LAYERS = 6
 STEPS = {True: 12, False: 40}  # with flushes, without
 PACES = {"2 alike": (1.0, 1.0), "3 alike": (1.0, 1.0, 1.0), "fast, slow": (1.0, 2.0)}
-UNLIKE = (1.0, 1.0, 2.0, 2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +37,7 @@ class Case:
 
     paces: tuple[float, ...]
     in_flight: int
-    flush: bool = False
-    workers: int = 1
-    distance: int | None = None
+    flush: bool
 
 
 class _Asleep(torch.autograd.Function):
@@ -83,8 +78,7 @@ def objective(trial: Any, case: Case, layer_s: float) -> float:
         nn.functional.mse_loss,
         in_flight=case.in_flight,
         flush=case.flush,
-        clock_distance=case.distance,
-        virtual_workers=case.workers,
+        virtual_workers=1,
         min_devices=len(case.paces),
         max_devices=len(case.paces),
     )
@@ -108,22 +102,6 @@ def rate(trial: Any, step: Callable[[Tensor, Tensor], object], num_steps: int) -
     return (num_steps - num_steps // 2) / seconds
 
 
-def data_parallel(trial: Any, layer_s: float) -> float:
-    """The same devices, each with all layers and its share of each batch."""
-    torch.set_num_threads(1)
-    model = nn.Sequential(*[Sleeps(layer_s * UNLIKE[trial.rank]) for _ in range(NUM_LAYERS)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model, optimizer = trial.prepare(model, optimizer, min_devices=4)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    trial.set_user_attr("steps_per_s", rate(trial, step, STEPS[True]))
-    return 0.0
-
-
 def slept_s(layer_s: float) -> float:
     """How long a forward pass of a layer takes here by itself: it oversleeps."""
     model = nn.Sequential(*[Sleeps(layer_s) for _ in range(NUM_LAYERS)])
@@ -136,58 +114,29 @@ def simulated(case: Case, layer_s: float, cuts: list[int]) -> float:
     """Steps per second by the simulator, which knows nothing of messages and Python."""
     bounds = [0, *cuts, NUM_LAYERS]
     sizes = [end - first for first, end in itertools.pairwise(bounds)]
-    paces = sorted(case.paces)[:: case.workers]  # each virtual worker has some of each kind
+    paces = sorted(case.paces)
     if len(set(paces)) > 1:  # the partitioner has the larger stage on the faster device
         sizes.sort(reverse=True)
     times = [
         StageTimes(forward_s=n * layer_s * pace, backward_s=2 * n * layer_s * pace)
         for n, pace in zip(sizes, paces, strict=True)
     ]
-    if case.workers > 1:
-        waves = WaveSynchronous(case.in_flight, case.distance or 0)
-        outcome = VirtualWorkers([times] * case.workers, waves).run(200)
-        return outcome.minibatches_per_s / case.workers
     alone = WaveSynchronous(case.in_flight, None)
     outcome = VirtualWorkers([times], Flush(case.in_flight) if case.flush else alone).run(200)
     return outcome.minibatches_per_s / (case.in_flight if case.flush else 1)
 
 
-def run(fleet: FleetExecutor, objective: Callable[[Any], float]) -> dict[str, Any]:
-    """What one trial of it notes."""
+def print_row(fleet: FleetExecutor, name: str, case: Case, layer_s: float) -> None:
+    """Have one trial of it, and print what it notes."""
     study = optuna.create_study()
-    study.optimize(objective, n_trials=1, executor=fleet)
-    return study.trials[0].user_attrs
-
-
-def row(fleet: FleetExecutor, name: str, case: Case, layer_s: float) -> float:
-    """Print a row, and return the steps per second."""
-    found = run(fleet, partial(objective, case=case, layer_s=layer_s))
-    steps_per_s: float = found["steps_per_s"]
+    study.optimize(partial(objective, case=case, layer_s=layer_s), n_trials=1, executor=fleet)
+    found = study.trials[0].user_attrs
     expected = simulated(case, found["layer_s"], found["cuts"])
     print(
-        f"| {name} | {case.flush} | {case.in_flight} | {found['cuts']} | {steps_per_s:.2f} "
-        f"| {expected:.2f} | {steps_per_s / expected:.3f} | {os.getloadavg()[0]:.1f} |",
+        f"| {name} | {case.flush} | {case.in_flight} | {found['cuts']} "
+        f"| {found['steps_per_s']:.2f} | {expected:.2f} "
+        f"| {found['steps_per_s'] / expected:.3f} | {os.getloadavg()[0]:.1f} |",
         flush=True,
-    )
-    return steps_per_s
-
-
-def several(data: torch.utils.data.TensorDataset, layer_s: float) -> None:
-    """2 fast devices and 2 slow ones; minibatches are shares of batches, all as large."""
-    by_name: dict[str, float] = {}
-    with FleetExecutor(SharedPipeline(train=data), devices=len(UNLIKE)) as fleet:
-        for in_flight in (2, 3, 4):
-            case = Case(paces=UNLIKE, in_flight=in_flight)
-            by_name[f"1 x 4, {in_flight} in flight"] = row(fleet, "1 x 4", case, layer_s)
-            for distance in (0, 4):
-                case = Case(paces=UNLIKE, in_flight=in_flight, workers=2, distance=distance)
-                name = f"2 x 2, D = {distance}"
-                by_name[f"{name}, {in_flight} in flight"] = 2 * row(fleet, name, case, layer_s)
-        parallel = 4 * run(fleet, partial(data_parallel, layer_s=layer_s))["steps_per_s"]
-    best = max(by_name, key=by_name.__getitem__)
-    print(
-        f"\nMinibatches/s: {best} {by_name[best]:.2f}, data parallel {parallel:.2f}, "
-        f"ratio {by_name[best] / parallel:.2f}"
     )
 
 
@@ -195,19 +144,16 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layer-ms", type=float, default=20.0, help="of a forward pass")
-    parser.add_argument("--several", action="store_true", help="two virtual workers instead")
     arguments = parser.parse_args()
     layer_s = arguments.layer_ms / 1e3
     data = torch.utils.data.TensorDataset(*2 * [torch.zeros(8 * (max(STEPS.values()) + 1), 4)])
     print("| devices | flush | in flight | cuts | steps/s | simulated | ratio | load |")
     print("|-|-|-|-|-|-|-|-|")
-    if arguments.several:
-        several(data, layer_s)
-        return
     for name, paces in PACES.items():
         with FleetExecutor(SharedPipeline(train=data), devices=len(paces)) as fleet:
             for flush, in_flight in itertools.product((True, False), (1, 2, 3, 4)):
-                row(fleet, name, Case(paces=paces, in_flight=in_flight, flush=flush), layer_s)
+                case = Case(paces=paces, in_flight=in_flight, flush=flush)
+                print_row(fleet, name, case, layer_s)
 
 
 if __name__ == "__main__":

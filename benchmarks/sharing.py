@@ -1,283 +1,224 @@
-"""What one preprocessing for many trials saves, beside DataLoaders of their own and TensorSocket.
+"""What one preprocessing for many trials saves, beside a DataLoader for each.
 
-python benchmarks/sharing.py --plot sharing.png      # all rows, about 25 minutes
+python benchmarks/sharing.py                          # all rows, about 15 minutes
 python benchmarks/sharing.py --only epoch --rounds 5
-python benchmarks/sharing.py --quick                 # every row once, short; for trying out
+python benchmarks/sharing.py --quick                  # every row once, short; for trying out
 
 Trials are processes that read every byte of their batches and do nothing else. The data are
 photographs of 500 x 375 pixels (JPEG, quality 90) that are decoded, cropped at random to 224 x
-224, flipped and normalised, by torchvision; in the rows of several epochs also by
-`optuna_fleet.RandomResizedCrop`, to the same bits (systems "...+fused"). CPU time is that of all
-processes involved, from the moment when all trials are ready to the end of the last one. Systems
-run in alternation; values are medians of the rounds. The ring is what a machine can do at best:
-see `scripts/sharing_ring.py`.
-TensorSocket is left out if it is not installed (`pip install tensorsocket`).
+224 and flipped, by torchvision; in the rows of several epochs the pipeline has
+`optuna_fleet.RandomResizedCrop`, to the same bits. CPU time is that of all processes involved,
+from the moment when all trials are ready to the end of the last one. The two run in alternation;
+values are medians of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
+import mmap
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from pairing import note
-from scripts.sharing_photos import make_photographs
-from scripts.sharing_runs import (
-    NAMES,
-    SAMPLE_BYTES,
-    Effort,
-    Row,
-    Run,
-    compared,
-    run,
-    times_less,
-)
+from pairing import Row, Served, note, print_table, ratios, row
+from scripts.sharing_photos import CROP_PX, SIZE_PX, make_photographs
 
-TRIALS = (1, 2, 4, 8)
+CPU = "us of CPU per sample and trial"
+LONGEST = 4  # epochs of a trial in the pruning sweep
 SLOW_S = 1 / 32
-LONGEST = 4
-CROPPED = ("dataloader", "dataloader+fused", "ours", "ours+fused")
-"""Where most samples are cropped anew from decoded photographs, the crop counts."""
+SAMPLE_BYTES = 3 * CROP_PX**2
+DECODED_BYTES = 3 * SIZE_PX[0] * SIZE_PX[1]
+RELEASE_BYTES, RELEASE_S = 64 << 20, 0.05
+MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
-# -- the rows ---------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much to measure; `warm_bytes`: see `WarmMemory`."""
 
-CPU = "us CPU per sample and trial"
+    rounds: int
+    samples: int
+    seconds: float
+    folder: str
+    warm_bytes: int
+
+    def room_for(self, epochs: int) -> dict[str, int]:
+        """Options with which the pipeline can keep all decoded photographs and so many epochs."""
+        decoded_bytes = self.samples * (DECODED_BYTES + (1 << 16))
+        chunk_bytes = epochs * self.samples * SAMPLE_BYTES + (1 << 28)
+        return {"memory_bytes": 3 * max(decoded_bytes, chunk_bytes // 2)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One side once: CPU time per sample that a trial read, what each read, what was made."""
+
+    cpu_us: float
+    reports: list[dict[str, Any]]
+    preprocessed: int | None
+
+
+class WarmMemory:
+    """Memory that the machine has behind it, to be left to others little by little.
+
+    A virtual machine may get its memory from its host only when it is used, at ten times the cost
+    of using it again, and give back what has been free for a second or two. Without this, a system
+    that holds much is measured together with its host. It is given back in huge pages, which all
+    others can be made of: memory that lies in scattered small ones would suit some systems only.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes // RELEASE_BYTES * RELEASE_BYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, self._left + RELEASE_BYTES, flags=flags)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory.madvise(MADV_POPULATE_WRITE)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Leaves it to whoever takes memory meanwhile, faster than a system does."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._release, args=(done,))
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self._memory.close()
+
+    def _release(self, done: threading.Event) -> None:
+        while self._left and not done.wait(RELEASE_S):
+            self._left -= RELEASE_BYTES
+            self._memory.madvise(mmap.MADV_DONTNEED, self._left, RELEASE_BYTES)
+
+
+def run(
+    side: str,
+    effort: Effort,
+    trials: Sequence[dict[str, Any]],
+    *,
+    our_crop: bool = False,
+    **more: Any,
+) -> Run:
+    """Start a side, let its trials read, end it."""
+    request = {
+        "folder": effort.folder,
+        "samples": effort.samples,
+        "our_crop": our_crop and side == "ours",
+        "trials": list(trials),
+        **more,
+    }
+    with Served("sharing_side.py", side) as served:
+        memory = WarmMemory(effort.warm_bytes)
+        served.ask(request)
+        with memory.released():
+            cost = served.ask("go")
+        preprocessed = served.ask("end").answers[0]
+    reports = cost.answers[0]
+    cpu_us = 1e6 * cost.cpu_s / max(sum(report["samples"] for report in reports), 1)
+    note(f"{side}, {len(trials)} trials: {cpu_us:.0f} us, {cost.wall_s:.1f} s, {preprocessed}")
+    return Run(cpu_us=cpu_us, reports=reports, preprocessed=preprocessed)
+
+
+def compared(
+    what: str, effort: Effort, trials: Sequence[dict[str, Any]], *, least: float, **more: Any
+) -> tuple[list[Row], list[Run]]:
+    """Rows of both sides, which take turns, and the runs of ours."""
+    theirs, ours = [], []
+    for _ in range(effort.rounds):
+        theirs.append(run("dataloaders", effort, trials, **more))
+        ours.append(run("ours", effort, trials, **more))
+    times = [[one.cpu_us for one in runs] for runs in (theirs, ours)]
+    rows = [
+        row(f"{what}: DataLoaders", times[0], CPU),
+        row("... SharedPipeline", times[1], CPU),
+        row(f"{what}: times less than DataLoaders", ratios(*times), "x", least=least),
+    ]
+    return rows, ours
+
+
+# -- the rows -------------------------------------------------------------------------------------
 
 
 def measure_epoch(effort: Effort) -> Iterator[Row]:
-    """One epoch, the same decoder everywhere; a single trial without any loader is the floor."""
-    plain = [system for system in effort.systems if "+" not in system]
-    for trials, least in zip(TRIALS, (1.15, 2.3, 4.7, 8.5), strict=True):
-        rows = list(
-            compared(
-                "one epoch",
-                effort,
-                [{}] * trials,
-                lambda run: run.cpu_us,
-                CPU,
-                systems=(*plain, *(["bare"] if trials == 1 else [])),
-            )
-        )
-        yield from rows
-        yield from times_less(rows, "one epoch", trials, least=least)
-
-
-def measure_fastest(effort: Effort) -> Iterator[Row]:
-    """One epoch, with the fastest decoder in the pipeline."""
-    rows = list(
-        compared(
-            "one epoch, fastest decoder",
-            effort,
-            [{}] * 8,
-            lambda run: run.cpu_us,
-            CPU,
-            systems=("dataloader", "ours"),
-            ours={"decoder": effort.fastest},
-        )
-    )
-    yield from rows
-    yield from times_less(rows, "one epoch, fastest decoder", 8, least=10)
-
-
-def pruning_sweep() -> list[dict[str, int]]:
-    """24 trials; most of them are stopped after their second epoch."""
-    return [{"epochs": LONGEST if number % 4 == 3 else 2} for number in range(24)]
+    """One epoch, the same crop on both sides."""
+    for trials, least in ((1, 1.15), (2, 2.3), (4, 4.7), (8, 8.5)):
+        what = f"one epoch, {trials} trial{'s' * (trials > 1)}"
+        yield from compared(what, effort, [{}] * trials, least=least)[0]
 
 
 def measure_epochs(effort: Effort) -> Iterator[Row]:
     """Five epochs, everything in memory."""
-    rows = list(
-        compared(
-            "five epochs",
-            effort,
-            [{"epochs": 5}] * 8,
-            lambda run: run.cpu_us,
-            CPU,
-            systems=[system for system in CROPPED if system in effort.systems],
-            ours={"options": effort.room_for(5)},
-        )
-    )
-    yield from rows
-    yield from times_less(rows, "five epochs", 8, least=20)
+    more = {"our_crop": True, "options": effort.room_for(5)}
+    yield from compared("five epochs, 8 trials", effort, [{"epochs": 5}] * 8, least=20, **more)[0]
 
 
 def measure_sweep(effort: Effort) -> Iterator[Row]:
-    """The pruning sweep, four trials at a time, everything in memory."""
-    made = []
-
-    def value(run: Run) -> float:
-        if run.counts is not None:
-            made.append(run.counts["preprocessed"] / (LONGEST * effort.samples))
-        return run.cpu_us
-
-    rows = list(
-        compared(
-            "pruning sweep",
-            effort,
-            pruning_sweep(),
-            value,
-            CPU,
-            systems=[system for system in CROPPED if system in effort.systems],
-            dataloader={"slots": 4},
-            ours={"slots": 4, "options": effort.room_for(LONGEST)},
-        )
-    )
+    """24 trials, four at a time; most of them are stopped after their second epoch."""
+    trials = [{"epochs": LONGEST if number % 4 == 3 else 2} for number in range(24)]
+    more = {"our_crop": True, "slots": 4, "options": effort.room_for(LONGEST)}
+    rows, ours = compared("pruning sweep", effort, trials, least=28, **more)
     yield from rows
-    yield from times_less(rows, "pruning sweep", 24, least=28)
-    yield Row(
-        row="pruning sweep: samples made / (epochs x samples)",
-        system="ours",
-        trials=24,
-        unit="x",
-        runs=tuple(made),
-        most=1.1,
-    )
-
-
-def measure_handover(effort: Effort) -> Iterator[Row]:
-    """Ready batches handed to eight trainers."""
-    epochs = 50
-    rows = compared(
-        "hand-over",
-        effort,
-        [{"epochs": epochs}] * 8,
-        lambda run: epochs * effort.samples / run.wall_s,
-        "samples/s, each to all",
-        systems=[system for system in effort.systems if system in ("ring", "ours")],
-        ring={"data": "ready"},
-        ours={"data": "ready"},
-    )
-    for row in rows:
-        yield replace(row, least=25_000 if row.system == "ours" else None)
+    made = [(one.preprocessed or 0) / (LONGEST * effort.samples) for one in ours]
+    yield row("pruning sweep: samples made / (epochs x samples)", made, "x", 1.1)
 
 
 def measure_slow(effort: Effort) -> Iterator[Row]:
     """One of four trials computes for 1/32 s per sample: what the other three get."""
-    trials = [{"epochs": 10**6, "seconds": effort.seconds} for _ in range(4)]
-    trials[0]["sleep_s"] = SLOW_S
-    kinds = {
-        "window shorter than an epoch": (effort.epoch_bytes // 4, 1000),
-        "epochs in memory": (8 * effort.epoch_bytes, 1200),
-    }
-    wrong = []
-    for kind, (memory_bytes, least) in kinds.items():
-        runs = []
-        for _ in range(effort.rounds):
-            options = {"memory_bytes": memory_bytes}
-            done = run("ours", effort, trials, options=options)
-            runs.append(mean(sorted(done.rates())[1:]))
-            wrong.append(float(done.total("missed") + done.total("repeated")))
-        row, unit = f"one slow trial, {kind}", "samples/s of each other trial"
-        yield Row(row=row, system="ours", trials=4, unit=unit, runs=tuple(runs), least=least)
-    yield Row(
-        row="one slow trial: samples missed or repeated",
-        system="ours",
-        trials=4,
-        unit="samples",
-        runs=(sum(wrong),),
-        most=0,
-    )
-    others = [system for system in effort.systems if system in ("dataloader", "tensorsocket")]
-    yield from compared(
-        "one slow trial",
-        effort,
-        trials,
-        lambda run: mean(sorted(run.rates())[1:]),
-        "samples/s of each other trial",
-        systems=others,
-    )
-
-
-def measure_mixed(effort: Effort) -> Iterator[Row]:
-    """Batch sizes 16, 24, 32 and 50 together."""
-    trials = [{"batch_size": size, "epochs": 2} for size in (16, 24, 32, 50)]
-    wanted = 2 * effort.samples * len(trials)
-
-    def wrong(run: Run) -> float:
-        return 100 * (run.total("missed") + run.total("repeated")) / wanted
-
-    systems = [system for system in effort.systems if system in ("tensorsocket", "ours")]
-    for row in compared("", effort, trials, wrong, "%", systems=systems):
-        most = 0 if row.system == "ours" else None
-        yield replace(row, row="mixed batch sizes: samples missed or repeated", most=most)
+    trials: list[dict[str, Any]] = [
+        {"epochs": 10**6, "seconds": effort.seconds, "sleep_s": SLOW_S * (number == 0)}
+        for number in range(4)
+    ]
+    window = {"memory_bytes": effort.samples * SAMPLE_BYTES // 4}
+    rates, wrong = [], 0
+    for _ in range(effort.rounds):
+        reports = run("ours", effort, trials, options=window).reports
+        read = sorted(r["samples_after_first"] / (r["reading_s"] or 1e-9) for r in reports)
+        rates.append(mean(read[1:]))
+        wrong += sum(report["wrong"] for report in reports)
+    what = "one slow trial, a window of a quarter epoch"
+    yield row(f"{what}: samples/s of each other one", rates, "", least=1000)
+    yield row("... samples missed or repeated", [wrong], "", 0)
 
 
 MEASURES: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "epoch": measure_epoch,
-    "fastest": measure_fastest,
     "epochs": measure_epochs,
     "sweep": measure_sweep,
-    "handover": measure_handover,
     "slow": measure_slow,
-    "mixed": measure_mixed,
 }
 
 
 def main() -> None:
-    arguments = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what tidies up
-    with tempfile.TemporaryDirectory(prefix="sharing-") as folder:
-        make_photographs(Path(folder), 40 if arguments.quick else 400)
-        effort = Effort(
-            rounds=arguments.rounds or (1 if arguments.quick else 3),
-            samples=arguments.samples or (320 if arguments.quick else 2048),
-            seconds=4 if arguments.quick else 30,
-            folder=folder,
-            decoder=arguments.decoder,
-            fastest=arguments.fastest,
-            dtype=arguments.dtype,
-            preprocessors=arguments.preprocessors,
-            systems=tuple(arguments.systems or _installed()),
-            warm_bytes=arguments.warm << 20,
-        )
-        rows = []
-        for name in arguments.only or MEASURES:
-            note(f"measuring {name}")
-            for row in MEASURES[name](effort):
-                rows.append(row)
-                print(row.to_json(), flush=True)
-    print("\n| Row | System | Trials | Median | Smallest .. largest | Reach |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print(row.to_markdown())
-    if arguments.plot:
-        from scripts.sharing_picture import draw
-
-        draw([json.loads(row.to_json()) for row in rows], arguments.plot)
-
-
-def _installed() -> list[str]:
-    systems = ["dataloader", "ring", "tensorsocket", "ours", *CROPPED]
-    if importlib.util.find_spec("tensorsocket") is None:
-        note("TensorSocket is not installed: its rows are left out")
-        systems.remove("tensorsocket")
-    return list(dict.fromkeys(systems))
-
-
-def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=MEASURES, action="append", help="may be repeated")
-    parser.add_argument("--systems", choices=NAMES, action="append", help="may be repeated")
     parser.add_argument("--rounds", type=int, help="runs per row; default: 3, or 1 if quick")
     parser.add_argument("--samples", type=int, help="per epoch; default: 2048, or 320 if quick")
-    parser.add_argument("--decoder", default="torchvision", help="pillow, torchvision, simplejpeg")
-    parser.add_argument("--fastest", default="simplejpeg", help="decoder of that row")
-    parser.add_argument("--dtype", choices=SAMPLE_BYTES, default="float32", help="uint8: raw")
-    parser.add_argument("--preprocessors", type=int, default=2, help="of the shared systems")
     parser.add_argument(
         "--warm", type=int, default=6144, help="MiB of memory that the machine has ready; or 0"
     )
     parser.add_argument("--quick", action="store_true", help="short runs, for trying out")
-    parser.add_argument("--plot", type=Path, help="draw the picture of the README")
-    return parser.parse_args()
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what tidies up
+    with tempfile.TemporaryDirectory(prefix="sharing-") as folder:
+        make_photographs(Path(folder), 40 if given.quick else 400)
+        effort = Effort(
+            rounds=given.rounds or (1 if given.quick else 3),
+            samples=given.samples or (320 if given.quick else 2048),
+            seconds=4 if given.quick else 30,
+            folder=folder,
+            warm_bytes=given.warm << 20,
+        )
+        rows = [made for name in given.only or MEASURES for made in MEASURES[name](effort)]
+    print_table(rows)
 
 
 if __name__ == "__main__":

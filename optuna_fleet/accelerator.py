@@ -31,7 +31,6 @@ class Accelerator:
     failures: tuple[str, ...] = ()  # what torch says where a device itself has failed
     wants_memory: tuple[str, ...] = ()  # what the backend says where it has none left
     switches: Mapping[str, Any] = field(default_factory=dict)  # torch's settings, their defaults
-    attentions: tuple[str, ...] = ()  # kernels that `torch.backends.<type>` can switch off
 
     @property
     def module(self) -> Any:
@@ -95,7 +94,6 @@ ACCELERATORS: tuple[Accelerator, ...] = (
             "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": True,
             "backends.cuda.matmul.fp32_precision": "none",
         },
-        attentions=("flash", "mem_efficient", "math", "cudnn"),
     ),
 )
 

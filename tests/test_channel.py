@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import pickle
 import queue
@@ -24,11 +23,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.exceptions import LaunchError, ProtocolError
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import machine
 from optuna_fleet.executor.fleet import listener as listeners
-from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
@@ -40,6 +39,7 @@ from optuna_fleet.wire.node_messages import (
     AgentJoining,
     ConnectionEnded,
     ProcessId,
+    SignOfLife,
     TrainerExited,
 )
 
@@ -584,11 +584,22 @@ class Peers:
     def connect(self) -> Channel:
         return connect(self.connections.invitation)
 
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Nothing is read meanwhile."""
+        begun, over = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            over.wait(PATIENCE_S)
+
+        self.connections._listener.call(wait)
+        begun.wait(PATIENCE_S)
+        yield
+        over.set()
+
     def collect(self, number: int) -> list[Any]:
-        got: list[Any] = []
-        while len(got) < number:
-            got += self.connections.messages(PATIENCE_S)
-        return got
+        return [self.connections.inbox.get(PATIENCE_S) for _ in range(number)]
 
 
 @pytest.fixture
@@ -601,19 +612,23 @@ def peers() -> Iterator[Peers]:
 
 
 def test_last_words_come_before_the_death(peers: Peers) -> None:
-    peers.agent.send(exited())
-    peers.trainer.send("last words")
-    peers.trainer.close()
-    got = peers.collect(2)
-    assert got[0] == "last words"
-    assert isinstance(got[1], TrainerExited)
+    """All is there when it is read, in whatever order the sockets are looked at."""
+    with peers.held_up():
+        peers.agent.send(exited())
+        for number in range(100):
+            peers.trainer.send(number)
+        peers.trainer.close()
+    got = peers.collect(101)
+    assert got[:100] == list(range(100))
+    assert isinstance(got[100], TrainerExited)
 
 
 def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
     """Both are pending, the agent's word first: as when two trainers die at one time."""
-    peers.trainer.close()
-    peers.agent.send("of another trainer")
-    peers.agent.send(exited())
+    with peers.held_up():
+        peers.trainer.close()
+        peers.agent.send("of another trainer")
+        peers.agent.send(exited())
     (_, death) = peers.collect(2)
     assert isinstance(death, TrainerExited)
     assert not peers.connections.trainers
@@ -628,7 +643,6 @@ def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> N
     with stranger((connections.host, connections.port)) as sock:
         sock.sendall(client_hello())
         assert sock.recv(1)
-        list(connections.messages(PATIENCE_S))  # it hears of the first, perhaps of both
         connections.close()
         for channel in (admitted, waiting):
             with pytest.raises((EOFError, OSError)):
@@ -637,19 +651,79 @@ def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> N
     assert set(os.listdir("/proc/self/fd")) <= files
 
 
-def test_all_that_an_agent_has_said_is_read_at_once(peers: Peers) -> None:
-    """However long a turn of the driver takes: else signs of life would be old when read."""
-    for number in range(20):
+def test_all_that_an_agent_has_said_comes_in_order(peers: Peers) -> None:
+    """However much it is: nothing of it waits to be read."""
+    for number in range(1000):
         peers.agent.send(number)
-    assert list(peers.connections.messages(PATIENCE_S)) == list(range(20))
+    assert peers.collect(1000) == list(range(1000))
 
 
 def test_one_trainer_that_says_much_does_not_hold_up_the_others(peers: Peers) -> None:
-    for number in range(20):
+    """It waits itself, until what it has said is taken: nothing is lost."""
+    number = 2000
+    thread = threading.Thread(
+        target=lambda: [peers.trainer.send((n, bytes(4096))) for n in range(number)]
+    )
+    thread.start()
+    first = peers.collect(1)
+    peers.agent.send("of the agent")
+    got: list[Any] = []
+    while "of the agent" not in got:
+        got += peers.collect(1)
+    assert len(got) <= 50
+    rest = [said for said in got if said != "of the agent"]
+    rest += peers.collect(number - 1 - len(rest))
+    assert [n for n, _ in first + rest] == list(range(number))
+    thread.join(PATIENCE_S)
+
+
+def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers) -> None:
+    for number in range(500):
         peers.trainer.send(number)
-    assert [list(peers.connections.messages(PATIENCE_S)) for _ in range(20)] == [
-        [number] for number in range(20)
-    ]
+    peers.agent.send("of the agent")
+    peers.connections.give_up(AGENT, "lost")
+    got = peers.collect(503)
+    assert [one for one in got if isinstance(one, int)] == list(range(500))
+    assert "of the agent" in got[:-1]
+    assert got[-1] == "lost"
+    with pytest.raises((EOFError, OSError)):
+        peers.agent.receive()
+
+
+def test_a_time_comes_after_all_that_was_said_by_then(peers: Peers) -> None:
+    """Also where the thread that reads was held up, as by a sampler that keeps Python's lock."""
+    with peers.held_up():
+        peers.connections.inbox.later(0.0, "the time")
+        peers.agent.send("of the agent")
+        peers.trainer.send("of the trainer")
+    got = peers.collect(3)
+    assert set(got[:2]) == {"of the agent", "of the trainer"}
+    assert got[2] == "the time"
+
+
+def test_an_agent_is_silent_only_if_nothing_came_however_long_nobody_read(peers: Peers) -> None:
+    """A driver that was stopped finds the signs of life in its sockets."""
+    connections = peers.connections
+    connections.keep_leases(1.0)
+    peers.agent.send(SignOfLife(agent=AGENT))
+    assert peers.agent.receive() == SignOfLife()  # both ways
+    with peers.held_up():
+        threading.Event().wait(2.5)  # by now it is due to look who is silent
+        peers.agent.send(SignOfLife(agent=AGENT))
+        peers.agent.send("here")
+    assert peers.collect(1) == ["here"]
+    assert peers.collect(1) == [AgentSilent(agent=AGENT)]
+    assert connections.inbox.get(0.0) is None
+
+
+def test_what_goes_wrong_while_it_is_waited_is_told_to_whoever_takes(peers: Peers) -> None:
+    def fail() -> None:
+        raise ValueError("what was not foreseen")
+
+    peers.connections._listener.call(fail)
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="ValueError: what was not foreseen"):
+            peers.connections.inbox.get(PATIENCE_S)
 
 
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
@@ -672,9 +746,7 @@ def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> Non
     peers.connections.send(peers.connections.trainers[ProcessId(AGENT, 7)], large)
     peers.connections.send(peers.connections.trainers[ProcessId(AGENT, 7)], "and this")
     peers.agent.send("of the agent")
-    while (got := list(peers.connections.messages(PATIENCE_S))) == []:
-        pass
-    assert got == ["of the agent"]
+    assert peers.collect(1) == ["of the agent"]
     read: queue.Queue[Any] = queue.Queue()
 
     def reader() -> None:
@@ -690,53 +762,31 @@ def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> Non
     assert read.get() == "and this"
 
 
-def test_a_message_that_was_tampered_with_cuts_its_sender_off(
-    peers: Peers, said: list[logging.LogRecord]
-) -> None:
+def test_a_message_that_was_tampered_with_cuts_its_sender_off(peers: Peers) -> None:
     with raw(peers.trainer) as sock:
         sock.sendall(b"x" * 100)
-    while peers.connections.trainers:
-        assert list(peers.connections.messages(PATIENCE_S)) == []
-    (record,) = said
-    assert "tampered" in record.getMessage()
+    (text,) = peers.collect(1)
+    assert "tampered" in text
     with pytest.raises((EOFError, OSError)):
         peers.trainer.receive()
 
 
-def test_a_message_that_only_another_version_knows_cuts_its_sender_off(
-    peers: Peers, said: list[logging.LogRecord]
-) -> None:
+def test_a_message_that_only_another_version_knows_cuts_its_sender_off(peers: Peers) -> None:
     peers.agent.post_bytes(b"coptuna_fleet.wire.messages\nNewerThanThis\n.")
-    (ended,) = peers.collect(1)
+    text, ended = peers.collect(2)
+    assert "has another version of optuna_fleet" in text
     assert ended == ConnectionEnded(agent=AGENT)
-    (record,) = said
-    assert "has another version of optuna_fleet" in record.getMessage()
 
 
-def test_a_stranger_is_logged_by_who_waits_for_messages(said: list[logging.LogRecord]) -> None:
-    """Not on the listener's thread: handlers are the user's code."""
+def test_a_stranger_is_told_of_once_and_not_with_the_token() -> None:
+    """By who takes it: not on the thread of the sockets, for handlers are the user's code."""
     connections = Connections()
     for _ in range(5):
         with stranger((connections.host, connections.port)) as sock:
             sock.sendall(b"let me in")
             assert hangs_up(sock)
-    assert not said
-    while not said:
-        assert list(connections.messages(PATIENCE_S)) == []
+    text = connections.inbox.get(PATIENCE_S)
     connections.close()
-    (record,) = said
-    assert record.threadName == threading.current_thread().name
-    assert record.name == "optuna.fleet"
-    assert connections.invitation.token not in record.getMessage()
-
-
-@pytest.fixture
-def said() -> Iterator[list[logging.LogRecord]]:
-    """What the fleet says to its user."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("optuna.fleet")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
+    assert "A stranger was refused" in text
+    assert connections.invitation.token not in text
+    assert connections.inbox.get(0.0) is None

@@ -104,14 +104,10 @@ def test_simulate_says_how_the_policy_does(ensemble: str, capsys: Any) -> None:
     assert 0 < busy_s <= 2 * report["makespan_s"]
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_the_same_seed_gives_the_same_report(policy: str, ensemble: str, capsys: Any) -> None:
-    arguments = ("simulate", ensemble, "--devices", "3", "--policy", policy, "--noise", "0.3")
-    reports = [report_of(capsys, *arguments, "--seed", "4") for _ in range(2)]
-    for report in reports:
-        del report["solver_s"]
-    assert reports[0] == reports[1]
-    assert reports[0]["policy"] == policy
+def test_the_same_seed_gives_the_same_report(ensemble: str, capsys: Any) -> None:
+    arguments = ("simulate", ensemble, "--devices", "3", "--noise", "0.3", "--seed", "4")
+    one, other = (report_of(capsys, *arguments) for _ in range(2))
+    assert {**one, "solver_s": 0} == {**other, "solver_s": 0}
 
 
 def test_the_baseline_is_as_fast_as_itself(ensemble: str, capsys: Any) -> None:
@@ -156,9 +152,6 @@ def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsy
             report["solver_s"]["total"], rel=1e-5
         )
         assert (tmp_path / f"out-{report['policy']}.png").read_bytes().startswith(PNG)
-    one = report_of(capsys, "simulate", ensemble, "--devices", "3", "--policy", "greedy")
-    (again,) = (report for report in reports if report["policy"] == "greedy")
-    assert {**one, "solver_s": 0} == {**again, "solver_s": 0}
 
 
 @pytest.fixture
@@ -210,22 +203,12 @@ def test_replay_says_how_well_the_nodes_are_used(trace: str, jobs: str, capsys: 
     assert {**again, "solver_s": 0} == {**report, "solver_s": 0}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--mix", "diverse"],
-        ["--policy", "equal-split"],
-        ["--policy", "equal-split", "--published-heuristic"],
-        ["--objective", "scaling-efficiency", "--forward-looking-s", "10"],
-        ["--policy", "greedy", "--paradigm", "elastic"],
-        ["--events", "nodes-only", "--max-trials", "1"],
-    ],
-)
-def test_replay_takes_its_options(options: list[str], trace: str, jobs: str, capsys: Any) -> None:
+def test_replay_takes_its_options(trace: str, jobs: str, capsys: Any) -> None:
+    options = ["--mix", "diverse", "--events", "nodes-only", "--max-trials", "1"]
+    options += ["--policy", "equal-split", "--published-heuristic"]
     report = report_of(capsys, "replay", trace, jobs, *options)
     assert report["utilisation"] > 0
-    policy = options[options.index("--policy") + 1] if "--policy" in options else "elastic"
-    assert report["policy"] == policy
+    assert report["policy"] == "equal-split"
 
 
 def test_replay_replays_the_default_policy(tmp_path: Path, capsys: Any) -> None:
@@ -250,12 +233,6 @@ def test_all_that_can_be_replayed_are_compared(trace: str, jobs: str, capsys: An
         assert all(float(row[titles.index("utilisation")]) > 0 for row in rows)
 
 
-def test_replay_to_the_end_repeats_the_trace(trace: str, jobs: str, capsys: Any) -> None:
-    report = report_of(capsys, "replay", trace, jobs, "--to-the-end", "--max-trials", "1")
-    assert report["trials"] == 4
-    assert 4 * 3000 / 24 <= report["makespan_s"] < 3000
-
-
 def test_nodes_that_are_never_idle_are_no_crash(
     trace: str, jobs: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -275,20 +252,15 @@ def test_nodes_that_are_never_idle_are_no_crash(
         (["--devices", "9" * 30], "must be a whole number >= 1 and <= 1000000"),
         (["--devices", "2", "--noise", "1e300"], "'1e300' must be a number >= 0 and <= 10"),
         (["--devices", "two"], "'two' must be a whole number >= 1"),
-        (["--devices", "-1"], "'-1' must be a whole number >= 1"),
         ([], "the following arguments are required: --devices"),
         (["--devices", "2", "--policy", "best"], "invalid choice: 'best'"),
         (["--devices", "2", "--seed", "-1"], "'-1' must be a whole number >= 0"),
         (["--devices", "2", "--noise", "nan"], "'nan' must be a number >= 0"),
-        (["--devices", "2", "--noise", "inf"], "'inf' must be a number >= 0"),
         (["--devices", "2", "--json", "no/such/folder/x"], "No such file or directory"),
-        (["--devices", "2", "--gantt", "no/such/folder/x.png"], "No such file or directory"),
         (["--devices", "2", "--gantt", "picture.nonsense"], "picture.nonsense can't be drawn"),
         (["--devices", "2", "--delta", "5"], "but not heeded by elastic: it is an option"),
-        (["--devices", "2", "--alpha", "0.5"], "`--alpha` is given, but not heeded by elastic"),
         (["--devices", "2", "--policy", "mip", "--alpha", "7"], "`alpha` is 7.0, but must be"),
         (["--devices", "2", "--rescale-s", "inf"], "`--rescale-s` is inf, but must be a number"),
-        (["--devices", "2", "--rescale-s", "nan"], "`--rescale-s` is nan, but must be a number"),
         (["--devices", "2", "--paradigm", "best"], "`paradigm` is 'best', but must be one of"),
     ],
 )

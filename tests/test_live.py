@@ -29,8 +29,14 @@ from rich.console import Console
 
 from optuna_fleet.cli import main
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState, calls_of, record_call
-from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY
+from optuna_fleet.sampler_bridge.records import (
+    DEVICES_KEY,
+    FLIGHTS_KEY,
+    CallState,
+    RunState,
+    calls_of,
+    record_call,
+)
 from optuna_fleet.visualization.live.command import _until_interrupt
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 from optuna_fleet.visualization.live.page import page

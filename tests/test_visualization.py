@@ -144,12 +144,6 @@ def test_a_clock_set_back_gives_no_negative_bar():
     assert [row[:3] for row in drawn(plot_timeline(study))] == [(0, 0, 0)]
 
 
-def test_records_survive_a_database(tmp_path):
-    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
-    add_trial(study, flight((0, 1), 0, 5))
-    assert [row[:3] for row in drawn(plot_timeline(study))] == [(0, 0, 5), (1, 0, 5)]
-
-
 def test_the_figure_draws_the_bars(study):
     figure = plot_timeline(study)
     assert isinstance(figure, go.Figure)
@@ -175,11 +169,6 @@ def test_the_figure_marks_the_ends(study):
     }
 
 
-def test_the_figure_shows_rounds_behind_the_bars(study):
-    shapes = plot_timeline(study).layout.shapes
-    assert [(s.x0, s.x1, s.layer) for s in shapes] == [(10, 10, "below"), (18, 18, "below")]
-
-
 def test_bars_tell_their_story_on_hover(study):
     text = plot_timeline(study).data[1].customdata[1]  # trial 1, its last flight but one
     assert text.split("<br>") == [
@@ -203,23 +192,6 @@ def test_a_trial_has_one_colour_and_neighbours_differ(study):
 def test_the_legend_names_few_trials_and_the_marks(study):
     names = [f"trial {n}" for n in range(4)]
     assert legend(plot_timeline(study)) == [*names, PRUNED, FAILED, MOVED, LOST, "new round"]
-
-
-def test_the_legend_shows_the_marks_first_and_pruned_trials_hatched(study):
-    figure = plot_timeline(study)
-    ranks = {e.name: e.legendrank or 1000 for e in [*figure.data, *figure.layout.shapes]}
-    assert (
-        max(ranks[m] for m in (PRUNED, FAILED, MOVED, LOST))
-        == ranks["new round"]
-        < ranks["trial 0"]
-    )
-    add_trial(study, flight([0], 50, 51), flight([0], 51, 52), state=TrialState.PRUNED)
-    assert plot_timeline(study).data[4].marker.pattern.shape == ("/", "")
-
-
-def test_bars_are_as_high_whatever_else_their_trial_flew_on(study):
-    add_trial(study, flight([0, 4], 50, 51))
-    assert {t.width for t in plot_timeline(study).data if str(t.name)[:5] == "trial"} == {0.84}
 
 
 def test_the_legend_leaves_many_trials_out():
@@ -306,16 +278,6 @@ def drawn_without_lane(folder):
     return folder / "without.png"
 
 
-def test_studies_recorded_without_a_lane_are_drawn_without_one(study):
-    assert not {*CURVES} & {trace.name for trace in plot_timeline(study).data}
-
-
-def test_a_lane_without_a_flight_is_no_picture():
-    study = optuna.create_study()
-    add_span(study, 0, 0, 1)
-    assert plot_timeline(study).data == ()
-
-
 @pytest.mark.parametrize("ending", ["svg", "pdf"])
 def test_other_formats_and_empty_studies_can_be_saved(tmp_path, ending):
     path = f"{tmp_path}/timeline.{ending}"
@@ -345,12 +307,6 @@ def test_importing_draws_in_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-def test_it_is_there_after_import_optuna_fleet_alone():
-    script = "import optuna_fleet; print(optuna_fleet.visualization.plot_timeline.__name__)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "plot_timeline\n", done.stderr
 
 
 # -- nodes ---------------------------------------------------------------------------------------

@@ -62,10 +62,7 @@ HIDDEN = 0.4
 SIMILAR: Span = (0.9, 1.1)
 
 _CUTS = "which layers were cut where, and the links' true speeds, aren't published"
-_DATA = (
-    "needs ImageNet. The stand-in on digits, `benchmarks/staleness.py`, counts accuracy, not "
-    "hours: see docs/numbers.md"
-)
+_DATA = "needs ImageNet"
 _FITTED = (
     "Links were fitted to Horovod's rows and to those of HetPipe on 4 V; the other rows follow "
     "from them, and from `HIDDEN`."

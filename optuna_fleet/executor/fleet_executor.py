@@ -5,50 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import optuna
 
-from optuna_fleet.accelerator import ACCELERATORS, device_types
-from optuna_fleet.arguments import (
-    asks_what_was_meant,
-    check_choice,
-    check_number,
-    check_that,
-    folder,
-    is_a,
-    path,
-    plain,
-)
+from optuna_fleet.arguments import asks_what_was_meant, plain
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import Store
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.engine import Cluster, Engine
-from optuna_fleet.executor.cluster.inline import InlineRunner
-from optuna_fleet.executor.cluster.local import LocalCluster
-from optuna_fleet.executor.cluster.ray import RayCluster
-from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.convergence import Convergence
-from optuna_fleet.executor.fleet_runner import FleetRunner
-from optuna_fleet.executor.given import Options
+from optuna_fleet.executor.fleet_runner import cluster_of, runner_of
+from optuna_fleet.executor.given import check_call, options_of
 from optuna_fleet.executor.started_by import check_is_one_process
 from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.policies import Policy, policy_of
+from optuna_fleet.policies import Policy
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 from optuna_fleet.sampler_bridge.one_trial import study_of, value_of
 from optuna_fleet.settings import packed_setup
 
-CLUSTERS: dict[str, type[Cluster] | None] = {
-    "local": LocalCluster,
-    "inline": None,  # nothing is placed
-    "slurm": SlurmCluster,
-    "ray": RayCluster,
-}
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
 
@@ -109,47 +87,22 @@ class FleetExecutor:
         setup: Callable[[], object] | None = None,
         seed: int | None = None,
     ) -> None:
-        if pipeline is not None and not isinstance(pipeline, SharedPipeline):
-            raise FleetConfigError(
-                f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
-                "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
-            )
-        _check_objects(limits, convergence, predictor, setup)
-        wanted = "be True, False, or a Preflight, as Preflight(share=0.05)"
-        check_that("preflight", preflight, is_a(bool, Preflight), wanted)
-        if isinstance(devices, (str, list, tuple)):
-            raise FleetConfigError(
-                f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
-                f"visible: the variable {ACCELERATORS[0].visible} says which these are."
-            )
-        check_number("devices", devices, least=1, most=10_000, whole=True, optional=True)
-        check_choice("device_type", device_type, device_types(), optional=True)
-        chosen_cluster = _cluster_of(cluster)
-        seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
-        check_number("seed", seed, least=0, whole=True)
-        check_number("max_trials", max_trials, least=1, whole=True, optional=True)
-        limits, chosen = limits or Limits(), policy_of(policy)
-        if not isinstance(checkpoints, Checkpoints):
-            checkpoints = Checkpoints(
-                None if checkpoints is None else path("checkpoints", checkpoints)
-            )
-        root = checkpoints.folder
-        self._options = Options(
+        chosen_cluster = cluster_of(cluster)
+        self._options = options_of(
             pipeline=pipeline,
             devices=devices,
             device_type=device_type,
-            policy=chosen.rules(max_restarts=limits.max_restarts, max_trials=max_trials),
-            allocator=chosen.new_allocator(seed),
+            policy=policy,
             checkpoints=checkpoints,
-            checkpoint_dir=None if root is None else folder("checkpoints", root),
             limits=limits,
-            preflight=(Preflight() if preflight is True else preflight or None),
+            preflight=preflight,
             convergence=convergence,
+            max_trials=max_trials,
             predictor=predictor,
             setup=setup,
             seed=seed,
         )
-        self._runner = _runner_of(chosen_cluster, self._options)
+        self._runner = runner_of(chosen_cluster, self._options)
         self._busy = False
 
     @property
@@ -175,19 +128,16 @@ class FleetExecutor:
         numbers (None if it broke off, and with `cluster="inline"`).
 
         Raises:
-            FleetConfigError: An argument can't work; the objective can't be sent to the trainers.
+            FleetConfigError: An argument can't work; the objective can't be sent to the trainers;
+                another driver uses the checkpoint folder, or it can't be written to.
             TypeError: `catch` has something else than exception classes.
-            FleetConfigError: Another driver uses the checkpoint folder, or it can't be written to.
             RuntimeError: The study, or this executor, is already optimizing.
             LaunchError: The processes of the fleet can't be started or kept up.
             StorageLostError: The study's storage was gone for longer than `storage_patience_s`.
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         __tracebackhide__ = True  # from IPython's and pytest's tracebacks
-        given: Any = catch
-        is_several = isinstance(given, Iterable) and not isinstance(given, str)
-        kinds = tuple(given) if is_several else (given,)
-        _check_call(func, n_trials, timeout, kinds, callbacks)
+        kinds = check_call(func, n_trials, timeout, catch, callbacks)
         try:
             self._run(
                 study,
@@ -225,7 +175,7 @@ class FleetExecutor:
             FleetConfigError: It asks for a parameter that was not given; and as `optimize`.
         """
         __tracebackhide__ = True
-        _check_call(func, 1, None, (), None)
+        check_call(func)
         once = study_of(params_or_trial, study)
         try:
             self._run(once, func, n_trials=1, is_recorded=False)
@@ -297,8 +247,7 @@ class FleetExecutor:
         from optuna_fleet.preflight.standalone import Checker
 
         check_is_one_process(os.environ)
-        if not callable(func):
-            raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
+        check_call(func)
         facts = {"study_name": study.study_name, "user_attrs": study.user_attrs}
         pipeline, seed = self._options.pipeline, self._options.seed
         limit_s = (self._options.preflight or Preflight()).limit_s
@@ -329,65 +278,5 @@ class FleetExecutor:
     def __enter__(self) -> FleetExecutor:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _cluster_of(given: str | Cluster | Engine) -> Cluster | Engine | None:
-    if isinstance(given, Cluster | Engine) and not isinstance(given, type):
-        return given
-    check_choice("cluster", given, CLUSTERS)
-    if given == "local":
-        hint_at_slurm(os.environ)
-    kind = CLUSTERS[str(given)]
-    return None if kind is None else kind()
-
-
-def _runner_of(cluster: Cluster | Engine | None, options: Options) -> FleetRunner | InlineRunner:
-    if cluster is None:
-        return InlineRunner(options)
-    engine = cluster.engine(options) if isinstance(cluster, Cluster) else cluster
-    return FleetRunner(options, engine)
-
-
-def _check_objects(limits: Any, convergence: Any, predictor: Any, setup: Any) -> None:
-    """Refuse what would fail, or be passed over, in the midst of a sweep."""
-    wanted = "be a Limits, as Limits(hang_s=60), or None"
-    check_that("limits", limits, is_a(Limits), wanted, optional=True)
-    wanted = "be a Convergence, as Convergence(patience=5), or None"
-    check_that("convergence", convergence, is_a(Convergence), wanted, optional=True)
-    check_that(
-        "predictor",
-        predictor,
-        callable,
-        "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
-        optional=True,
-    )
-    wanted = "be a function without arguments, or None"
-    check_that("setup", setup, callable, wanted, optional=True)
-
-
-def _check_call(
-    func: Any, n_trials: Any, timeout: Any, catch: tuple[Any, ...], callbacks: Any
-) -> None:
-    """Refuse what would fail once a trial has ended, that is after hours."""
-    if not callable(func):
-        raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
-    check_number("n_trials", n_trials, optional=True)
-    check_number("timeout", timeout, optional=True)  # in seconds
-    wanted = "be a list of functions, as [callback]"
-    check_that("callbacks", callbacks, _may_be_callbacks, wanted, optional=True)
-    for kind in catch:
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise TypeError(f"`catch` has {kind!r}, but must be exception classes: (ValueError,).")
-
-
-def _may_be_callbacks(given: Any) -> bool:
-    if isinstance(given, list | tuple):
-        return all(map(callable, given))
-    return isinstance(given, Iterable) and not isinstance(given, str)

@@ -1,8 +1,9 @@
-"""Runs the calls of an executor in trainers, which agents start where the engine places these."""
+"""What runs the calls of an executor: where, and in trainers, which agents start there."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 import weakref
@@ -12,13 +13,18 @@ from typing import Any
 
 from optuna_fleet.alloc import ByKind, IsolatedAllocator
 from optuna_fleet.alloc.rounds import CAUTIOUS
+from optuna_fleet.arguments import check_choice
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.config import NodeSetups
-from optuna_fleet.executor.cluster.engine import Engine
+from optuna_fleet.executor.cluster.engine import Cluster, Engine
+from optuna_fleet.executor.cluster.inline import InlineRunner
+from optuna_fleet.executor.cluster.local import LocalCluster
+from optuna_fleet.executor.cluster.ray import RayCluster
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -33,6 +39,12 @@ from optuna_fleet.wire.packing import pack_objective
 from optuna_fleet.wire.unpicklable import explained
 
 _objective_ids = itertools.count()
+CLUSTERS: dict[str, type[Cluster] | None] = {
+    "local": LocalCluster,
+    "inline": None,  # nothing is placed
+    "slurm": SlurmCluster,
+    "ray": RayCluster,
+}
 
 
 class FleetRunner:
@@ -179,3 +191,26 @@ def _uses_torch(func: Any, pickled: bytes) -> bool:
     """
     by_reference = getattr(func, "__module__", "__main__") != "__main__"
     return b"torch" in pickled or (by_reference and "torch" in sys.modules)
+
+
+def cluster_of(given: str | Cluster | Engine) -> Cluster | Engine | None:
+    """What `FleetExecutor` was given as `cluster`; None for "inline".
+
+    Raises:
+        FleetConfigError: It is none.
+    """
+    if isinstance(given, Cluster | Engine) and not isinstance(given, type):
+        return given
+    check_choice("cluster", given, CLUSTERS)
+    if given == "local":
+        hint_at_slurm(os.environ)
+    kind = CLUSTERS[str(given)]
+    return None if kind is None else kind()
+
+
+def runner_of(cluster: Cluster | Engine | None, options: Options) -> FleetRunner | InlineRunner:
+    """What runs calls there."""
+    if cluster is None:
+        return InlineRunner(options)
+    engine = cluster.engine(options) if isinstance(cluster, Cluster) else cluster
+    return FleetRunner(options, engine)

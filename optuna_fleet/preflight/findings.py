@@ -58,8 +58,15 @@ def digest(objective: ObjectiveDigest, pipeline: PipelineSpec | None) -> str:
     if not objective.whole:
         return ""
     data = [(one.name, one.num_samples) for one in pipeline.datasets] if pipeline else []
-    versions = [importlib.metadata.version(name) for name in _PACKAGES]
+    versions = [_version(name) for name in _PACKAGES]
     return hashlib.sha256(repr((objective.whole, data, versions)).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return ""
 
 
 def _plain(one: Finding) -> dict[str, object]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.replay.fields import Fields
+from optuna_fleet.replay.fields import MOST, Fields
 from optuna_fleet.replay.workload import SimulatedTrial
 
 
@@ -39,29 +39,20 @@ def load_ensemble(
     Raises:
         FleetConfigError: The file can't be read, or a field is missing or wrong.
     """
-    kinds = tuple(num_devices) if isinstance(num_devices, Mapping) else ()
     fields = Fields.of_file(path)
-    samples = fields.number("samples_per_epoch", above=True)
-    rescale_s = fields.number("rescale_s", default=0.0)
-    pruned = fields.number("pruned", default=0.0, most=1.0)
+    rescale_s = fields.number("rescale_s", 0.0)
+    common: dict[str, Any] = {
+        "samples_per_epoch": fields.number("samples_per_epoch", is_above=True),
+        "rescale_up_s": rescale_s,
+        "rescale_down_s": rescale_s,
+    }
+    pruned = fields.number("pruned", 0.0, most=1.0)
     trials = [
-        SimulatedTrial(
-            name=trial.text("name", default=f"trial {k}"),
-            **_all_rates(trial, kinds, _widest(trial, num_devices)),
-            **_lengths(trial),
-            samples_per_epoch=samples,
-            submit_s=trial.number("submit_s", default=0.0),
-            min_devices=_min_devices(trial, _widest(trial, num_devices)),
-            spans_types=trial.flag("spans_types"),
-            traits=frozenset(map(str, trial.array("traits") if "traits" in trial.names() else ())),
-            rescale_up_s=rescale_s,
-            rescale_down_s=rescale_s,
-        )
-        for k, trial in enumerate(fields.children("trials"))
+        pruned_after(_trial(one, k, num_devices, common), pruned, [seed, k])
+        for k, one in enumerate(fields.children("trials"))
     ]
     _check_names(path, trials)
-    ends = [pruned_after(trial, pruned, [seed, k]) for k, trial in enumerate(trials)]
-    return tuple(sorted(ends, key=lambda trial: trial.submit_s))
+    return tuple(sorted(trials, key=lambda trial: trial.submit_s))
 
 
 def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> SimulatedTrial:
@@ -75,46 +66,42 @@ def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> Si
     return replace(trial, epochs=min(trial.epochs, end))
 
 
-def _lengths(trial: Fields) -> dict[str, Any]:
-    most = trial.whole("max_epochs", least=1) if "max_epochs" in trial.names() else None
-    epochs = trial.whole("epochs", least=1, default=most)
-    if most is not None and epochs > most:
-        raise trial.refuse("epochs", f"<= {most}, as `max_epochs` is")
-    return {"epochs": epochs, "max_epochs": most}
+def _trial(
+    one: Fields, k: int, num_devices: int | Mapping[str, int], common: dict[str, Any]
+) -> SimulatedTrial:
+    spans_types = one.take("spans_types", "true or false", lambda x: isinstance(x, bool), False)
+    num_by_kind = num_devices if isinstance(num_devices, Mapping) else {"": num_devices}
+    widest = (sum if spans_types else max)(num_by_kind.values())
+    most = one.whole("max_epochs") if "max_epochs" in one.data else None
+    traits = "traits" in one.data and one.array("traits", "a list of texts", lambda _: True)
+    return SimulatedTrial(
+        name=one.text("name", f"trial {k}"),
+        **_all_rates(one, tuple(num_by_kind), widest),
+        epochs=one.whole("epochs", *[most] * (most is not None), most=most or MOST),
+        max_epochs=most,
+        submit_s=one.number("submit_s", 0.0),
+        min_devices=one.whole("min_devices", 1, most=widest),
+        spans_types=spans_types,
+        traits=frozenset(map(str, traits or ())),
+        **common,
+    )
 
 
-def _all_rates(trial: Fields, kinds: Sequence[str], widest: int) -> dict[str, Any]:
-    given = trial.child("rates")
-    if not kinds or not any(isinstance(given.get(name), Mapping) for name in given.names()):
-        return {"rates": _rates(trial, "rates", widest)}
+def _all_rates(one: Fields, kinds: Sequence[str], widest: int) -> dict[str, Any]:
+    given = one.child("rates")
+    if not any(isinstance(value, Mapping) for value in given.data.values()):
+        return {"rates": _rates(one, "rates", widest)}
     by_kind = {kind: _rates(given, kind, widest) for kind in kinds}
     fastest = max(kinds, key=lambda kind: by_kind[kind][0])
     return {"rates": by_kind[fastest], "rates_by_kind": by_kind}
 
 
-def _widest(trial: Fields, num_devices: int | Mapping[str, int]) -> int:
-    if not isinstance(num_devices, Mapping):
-        return num_devices
-    return (sum if trial.flag("spans_types") else max)(num_devices.values())
-
-
 def _rates(parent: Fields, name: str, widest: int) -> tuple[float, ...]:
     given = parent.child(name)
-    measured = {}
-    for width in given.names():
-        if not width.isdecimal() or int(width) < 1:
-            raise parent.refuse(name, f"by numbers of devices >= 1, not by {width!r}")
-        measured[int(width)] = given.number(width, above=True)
-    if not measured:
-        raise parent.refuse(name, 'an object like {"1": 100.0}')
+    if not given.data or not all(m.isdecimal() and int(m) > 0 for m in given.data):
+        raise parent.refuse(name, 'by numbers of devices >= 1, as in {"1": 100.0}')
+    measured = {int(width): given.number(width, is_above=True) for width in given.data}
     return RateProfile(structure="", measured=measured).rates(widest)
-
-
-def _min_devices(trial: Fields, widest: int) -> int:
-    least = trial.whole("min_devices", least=1, default=1)
-    if least > widest:
-        raise trial.refuse("min_devices", f"<= {widest}, the devices there are")
-    return least
 
 
 def _check_names(path: Path, trials: list[SimulatedTrial]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,16 @@ MOST = 10**6
 SMALLEST, LARGEST = 1e-15, 1e15
 """Beyond these, sums and quotients of times and rates overflow."""
 
-_SCALE = f"0, or from {SMALLEST:g} to {LARGEST:g}"
+_REQUIRED = object()
 
 
 class Fields:
-    """The fields of one JSON object; `where` is how messages name it."""
+    """The fields of one JSON object, `data`; `where` is how messages name it."""
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, Mapping):
             raise FleetConfigError(f"{where} is {_shown(data)}, but must be a JSON object.")
-        self._data = data
+        self.data = data
         self._where = where
 
     @classmethod
@@ -43,101 +42,78 @@ class Fields:
             raise FleetConfigError(f"{path} is not JSON: {error}.") from error
         return cls(data, str(path))
 
-    def get(self, name: str) -> Any:
-        """Whatever it is; None if there is no such field."""
-        return self._data.get(name)
+    def take(
+        self, name: str, rule: str, is_right: Callable[[Any], bool], default: Any = _REQUIRED
+    ) -> Any:
+        """A field for which `is_right` holds; the rule is said where it does not."""
+        value = self.data.get(name, default)
+        if value is _REQUIRED:
+            names = ", ".join(map(repr, self.data)) or "none"
+            raise FleetConfigError(f"{self._where} has no field `{name}`; its fields are {names}.")
+        if not is_right(value):
+            raise self.refuse(name, rule)
+        return value
 
     def number(
         self,
         name: str,
+        default: Any = _REQUIRED,
         *,
-        least: float = 0.0,
-        above: bool = False,
-        most: float = math.inf,
-        default: float | None = None,
+        is_above: bool = False,
+        most: float = LARGEST,
     ) -> float:
-        """A number of at least `least`, or above it, and at most `most`."""
-        value = self._get(name, default)
-        if _is_number(value) and (least < value <= most or (value == least and not above)):
-            return self._in_scale(name, value)
-        rule = f"a number {'>' if above else '>='} {least:g}"
-        rule += f" and <= {most:g}" if most < math.inf else ""
-        raise self.refuse(name, rule)
+        """A number from 0, or above it, to `most`."""
+        rule = f"{'' if is_above else '0 or '}a number from {SMALLEST:g} to {most:g}"
 
-    def whole(self, name: str, *, least: int, default: int | None = None) -> int:
-        """A whole number of at least `least`, and at most `MOST`."""
-        value = self._get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            if value > MOST:
-                raise self.refuse(name, f"<= {MOST}")
-            return value
-        raise self.refuse(name, f"a whole number >= {least}")
+        def is_right(x: Any) -> bool:
+            return is_number(x) and x <= most and (x > 0 or not is_above)
 
-    def flag(self, name: str) -> bool:
-        """Whether a field is true; it is not if it is not there."""
-        value = self._data.get(name, False)
-        if isinstance(value, bool):
-            return value
-        raise self.refuse(name, "true or false")
+        return float(self.take(name, rule, is_right, default))
 
-    def text(self, name: str, *, default: str | None = None) -> str:
+    def whole(self, name: str, default: Any = _REQUIRED, *, most: int = MOST) -> int:
+        """A whole number from 1 to `most`."""
+        rule = f"a whole number >= 1 and <= {most}"
+        return int(self.take(name, rule, lambda x: type(x) is int and 1 <= x <= most, default))
+
+    def text(self, name: str, default: Any = _REQUIRED) -> str:
         """A text that is not empty."""
-        value = self._get(name, default)
-        if isinstance(value, str) and value:
-            return value
-        raise self.refuse(name, "a text")
+        return str(self.take(name, "a text", lambda x: isinstance(x, str) and x != "", default))
 
-    def array(self, name: str) -> list[Any]:
-        """A list that is not empty."""
-        value = self._get(name, None)
-        if isinstance(value, list) and value:
-            return value
-        raise self.refuse(name, "a list that is not empty")
+    def array(self, name: str, rule: str, is_right: Callable[[Any], bool]) -> list[Any]:
+        """A list, not empty, of values that are right."""
+        found: list[Any] = self.take(
+            name, rule, lambda x: isinstance(x, list) and x != [] and all(map(is_right, x))
+        )
+        return found
 
-    def numbers(self, name: str, *, length: int) -> list[float]:
-        """So many numbers >= 0."""
-        value = self.array(name)
-        if not all(_is_number(x) and x >= 0 for x in value) or len(value) != length:
-            raise self.refuse(name, f"{length} numbers >= 0")
-        return [self._in_scale(name, x) for x in value]
+    def numbers(self, name: str, length: int | None = None) -> list[float]:
+        """Numbers from 0, `length` of them."""
+        rule = f"a list of {'numbers' if length is None else f'{length} numbers'} >= 0"
+        found = self.array(name, rule, is_number)
+        if length not in (None, len(found)):
+            raise self.refuse(name, rule)
+        return [float(x) for x in found]
 
     def child(self, name: str) -> Fields:
         """An object within this one."""
-        return Fields(self._get(name, None), f"{self._where}: `{name}`")
+        return Fields(self.take(name, "", lambda _: True), f"{self._where}: `{name}`")
 
     def children(self, name: str) -> list[Fields]:
         """A list of objects, not empty."""
-        items = self.array(name)
+        items = self.array(name, "a list that is not empty", lambda _: True)
         return [Fields(item, f"{self._where}: `{name}[{k}]`") for k, item in enumerate(items)]
-
-    def names(self) -> list[str]:
-        """Names of the fields."""
-        return list(self._data)
 
     def refuse(self, name: str, rule: str) -> FleetConfigError:
         """The error that says what the field must be."""
-        value = _shown(self._data.get(name))
+        value = _shown(self.data.get(name))
         return FleetConfigError(f"{self._where}: `{name}` is {value}, but must be {rule}.")
 
-    def _in_scale(self, name: str, number: float) -> float:
-        if number and not SMALLEST <= number <= LARGEST:
-            raise self.refuse(name, _SCALE)
-        return float(number)
 
-    def _get(self, name: str, default: Any) -> Any:
-        if name not in self._data and default is None:
-            raise FleetConfigError(
-                f"{self._where} has no field `{name}`; its fields are "
-                f"{', '.join(map(repr, self._data)) or 'none'}."
-            )
-        return self._data.get(name, default)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number, and finite."""
+def is_number(value: Any) -> bool:
+    """Whether it is a number from 0 with which can be reckoned."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return -math.inf < value < math.inf
+    return value == 0 or SMALLEST <= value <= LARGEST
 
 
 def _shown(value: Any) -> str:

@@ -65,15 +65,15 @@ def load_jobs(path: Path | None, mix: str) -> tuple[SimulatedTrial, ...]:
     """
     fields = Fields.of_file(path) if path else Fields(BFTRAINER, "BFTrainer's jobs")
     jobs = fields.child(MIXES[mix])
-    count = jobs.whole("n_jobs", least=1)
-    widest = jobs.whole("Jmax", least=1)
-    names = _texts(jobs, "cycle") if "cycle" in jobs.names() else [jobs.text("dnn")]
+    count, widest = jobs.whole("n_jobs"), jobs.whole("Jmax")
+    if "cycle" in jobs.data:
+        names = jobs.array("cycle", "a list of model names", lambda x: isinstance(x, str))
+    else:
+        names = [jobs.text("dnn")]
     rates = {name: _rates(fields.child("scaling").child(name), widest) for name in set(names)}
     up, down = (_seconds(jobs, name, count) for name in ("Tcup_s", "Tcdw_s"))
-    samples, spacing = jobs.number("Pmax_images", above=True), jobs.number("spacing_s")
-    least = jobs.whole("Jmin", least=1)
-    if least > widest:
-        raise jobs.refuse("Jmin", f"<= {widest}, as `Jmax` is")
+    samples, spacing = jobs.number("Pmax_images", is_above=True), jobs.number("spacing_s")
+    least = jobs.whole("Jmin", most=widest)
     return tuple(
         SimulatedTrial(
             name=names[k % len(names)],
@@ -89,23 +89,16 @@ def load_jobs(path: Path | None, mix: str) -> tuple[SimulatedTrial, ...]:
     )
 
 
-def _texts(jobs: Fields, name: str) -> list[str]:
-    texts = jobs.array(name)
-    if not all(isinstance(text, str) for text in texts):
-        raise jobs.refuse(name, "a list of model names")
-    return texts
-
-
 def _seconds(jobs: Fields, name: str, count: int) -> list[float]:
     """One number for all, or one for each."""
-    if isinstance(jobs.get(name), list):
-        return jobs.numbers(name, length=count)
+    if isinstance(jobs.data.get(name), list):
+        return jobs.numbers(name, count)
     return [jobs.number(name)] * count
 
 
 def _rates(scaling: Fields, widest: int) -> tuple[float, ...]:
-    nodes = scaling.numbers("nodes", length=len(scaling.array("nodes")))
-    rates = scaling.numbers("images_per_s", length=len(nodes))
+    nodes = scaling.numbers("nodes")
+    rates = scaling.numbers("images_per_s", len(nodes))
     if sorted(set(nodes)) != nodes or nodes[0] > 1 or nodes[-1] < widest:
         raise scaling.refuse("nodes", f"rising, from 0 or 1 up to at least {widest}")
     if not all(rate > 0 for n, rate in zip(nodes, rates, strict=True) if n):

@@ -68,17 +68,12 @@ def value_of(study: optuna.Study) -> float | list[float]:
     return values[0] if len(values) == 1 else values
 
 
-class _AsGiven(optuna.samplers.BaseSampler):
+class _AsGiven(optuna.samplers.RandomSampler):
     """Suggests what another trial does."""
 
     def __init__(self, trial: BaseTrial) -> None:
+        super().__init__()
         self._trial = trial
-
-    def infer_relative_search_space(self, *_: Any) -> dict[str, BaseDistribution]:
-        return {}
-
-    def sample_relative(self, *_: Any) -> dict[str, Any]:
-        return {}
 
     def sample_independent(
         self,

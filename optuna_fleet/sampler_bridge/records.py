@@ -1,7 +1,8 @@
-"""What is recorded with a study: where its trials ran, plans, devices, what the pipeline did."""
+"""What is recorded with a study: where its trials ran, plans, devices, how a call is going."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ FLIGHTS_KEY = FLIGHTS_PREFIX + "{began:.3f}:{index}"
 DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
 PIPELINE_PREFIX = "optuna_fleet:pipeline:"
 PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
+CALL_PREFIX = "optuna_fleet:call:"
+CALL_KEY = CALL_PREFIX + "{began:.3f}"
 DEVICES_PREFIX = "optuna_fleet:devices:"
 DEVICES_KEY = DEVICES_PREFIX + "{began:.3f}:{index}"
 
@@ -111,6 +114,56 @@ class DeviceSpan:
     end: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """A trial that is on devices.
+
+    Attributes:
+        trial: Its number.
+        devices: Numbers of the devices.
+        start: When it was launched there, seconds since the epoch.
+        epochs_done: Epochs that it is known to have done, since its beginning.
+        max_epochs: Epochs of the loop it is in; None if it does not say.
+        epoch_s: What its last epoch took there; None before the second, as the first is slower.
+        samples_per_s: How fast it trains there; None while that is not known.
+    """
+
+    trial: int
+    devices: tuple[int, ...]
+    start: float
+    epochs_done: int = 0
+    max_epochs: int | None = None
+    epoch_s: float | None = None
+    samples_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallState:
+    """One `optimize` call on a fleet, as it was when this was noted.
+
+    Attributes:
+        began: When it began, seconds since the epoch; its other records have that in their keys.
+        noted: When this was written: a driver that lives writes it again and again.
+        every_s: After how many seconds at the latest, if the storage lets it.
+        ending: "done", "interrupted" (Ctrl-C) or "failed"; "" while it runs.
+        n_trials: As given to the call.
+        timeout: As given to the call.
+        num_asked: Trials that it has asked the study for, those included that it took over.
+        waiting: Trials that it has asked for and that have no devices now.
+        runs: Those that have.
+    """
+
+    began: float
+    noted: float
+    every_s: float
+    ending: str = ""
+    n_trials: int | None = None
+    timeout: float | None = None
+    num_asked: int = 0
+    waiting: tuple[int, ...] = ()
+    runs: tuple[RunState, ...] = ()
+
+
 def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
     """Each trial's flights by its number, in order: `Flight`'s fields, and in which `call`."""
     flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -126,6 +179,22 @@ def device_spans_of(study: optuna.Study, began: float | None = None) -> list[Dev
     prefix = DEVICES_PREFIX if began is None else f"{DEVICES_PREFIX}{began:.3f}:"
     records = compat.study_records(study, prefix).values()
     return sorted((DeviceSpan(**r) for few in records for r in few), key=lambda span: span.start)
+
+
+def record_call(study: optuna.Study, state: CallState) -> None:
+    """Store it in the place of what was recorded before, if that can be done at once."""
+    with contextlib.suppress(Exception):  # it may be missing: nobody waits for a storage for that
+        compat.set_study_record(study, CALL_KEY.format(began=state.began), asdict(state))
+
+
+def calls_of(study: optuna.Study) -> list[CallState]:
+    """The calls that ran on a fleet, by their beginning."""
+    calls = []
+    for record in compat.study_records(study, CALL_PREFIX).values():
+        runs = (RunState(**{**run, "devices": tuple(run["devices"])}) for run in record["runs"])
+        waiting = tuple(record["waiting"])
+        calls.append(CallState(**{**record, "waiting": waiting, "runs": tuple(runs)}))
+    return sorted(calls, key=lambda call: call.began)
 
 
 class Records:

@@ -70,7 +70,7 @@ class Channel:
             OSError: The peer is gone.
         """
         self.post(message)
-        while self.has_unsent:
+        while self._unsent:
             self._wait(select.POLLOUT, None)
             self.flush()
 
@@ -88,34 +88,28 @@ class Channel:
     def post_bytes(self, data: bytes | memoryview) -> None:
         """As `post`, for bytes; what is large must not change until it is sent."""
         head = _LENGTH.pack(len(data))
-        frame = (head + data,) if len(data) <= _JOINED_BYTES else (head, data)
-        with self._lock:
-            if self._unsendable is None:
-                self._unsent += map(memoryview, frame)
-            self._flush()
+        self.flush(*((head + data,) if len(data) <= _JOINED_BYTES else (head, data)))
 
-    def flush(self) -> None:
+    def flush(self, *more: bytes | memoryview) -> None:
         """Send of what was posted as much as the peer takes now; it raises as `send` does."""
         with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._unsendable is not None:  # one more try, and OpenSSL would not read any more
-            raise self._unsendable
-        try:
-            while self._unsent:
-                rest = self._unsent[0]
-                rest = rest[self._sock.send(rest[:_PIECE_BYTES]) :]
-                if rest:
-                    self._unsent[0] = rest
-                else:
-                    self._unsent.popleft()
-        except ssl.SSLWantWriteError:
-            pass  # OpenSSL wants the same piece again
-        except OSError as error:
-            self._unsent.clear()
-            self._unsendable = error
-            raise
+            if self._unsendable is not None:  # one more try, and OpenSSL would not read any more
+                raise self._unsendable
+            self._unsent += map(memoryview, more)
+            try:
+                while self._unsent:
+                    rest = self._unsent[0]
+                    rest = rest[self._sock.send(rest[:_PIECE_BYTES]) :]
+                    if rest:
+                        self._unsent[0] = rest
+                    else:
+                        self._unsent.popleft()
+            except ssl.SSLWantWriteError:
+                pass  # OpenSSL wants the same piece again
+            except OSError as error:
+                self._unsent.clear()
+                self._unsendable = error
+                raise
 
     @property
     def has_unsent(self) -> bool:
@@ -157,7 +151,13 @@ class Channel:
         """Whether `receive` would return, or raise, at once; a part of a message is none."""
         try:
             while self._broken is None and (self._is_head or self._filled < len(self._piece)):
-                self._take_in()
+                with self._lock:
+                    received = self._sock.recv_into(memoryview(self._piece)[self._filled :])
+                if not received:
+                    raise EOFError
+                self._filled += received
+                if self._is_head and self._filled == _LENGTH.size:
+                    self._expect(_LENGTH.unpack(self._piece)[0], is_head=False)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except ssl.SSLError as error:
@@ -168,15 +168,6 @@ class Channel:
         except (EOFError, OSError) as error:
             self._broken = error
         return True
-
-    def _take_in(self) -> None:
-        with self._lock:
-            received = self._sock.recv_into(memoryview(self._piece)[self._filled :])
-        if not received:
-            raise EOFError
-        self._filled += received
-        if self._is_head and self._filled == _LENGTH.size:
-            self._expect(_LENGTH.unpack(self._piece)[0], is_head=False)
 
     def _expect(self, num_bytes: int, *, is_head: bool) -> None:
         self._piece, self._filled, self._is_head = bytearray(num_bytes), 0, is_head

@@ -29,7 +29,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetConfigError, FleetExecutor, TrialError
 from tests.behaviour.harness import Leg
-from tests.behaviour.small import small_model
 from tests.waiting import until
 
 COMPLETE, FAIL, PRUNED = TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED
@@ -63,31 +62,6 @@ def test_timeout_stops_starts_but_never_a_trial(fleet: Any) -> None:
     study = optuna.create_study()
     study.optimize(outlast, n_trials=100, timeout=1.0, executor=fleet)
     assert 1 <= len(study.trials) <= 4  # one wave
-    assert set(states(study)) == {COMPLETE}
-
-
-def stop_at_number(trial: Any, *, number: int) -> float:
-    if trial.number == number:
-        trial.study.stop()
-    return 0.0
-
-
-def test_stop_in_the_objective(fleet: Any) -> None:
-    study = optuna.create_study()
-    study.optimize(functools.partial(stop_at_number, number=3), executor=fleet)
-    assert len(study.trials) >= 4  # those in flight finish, no more are started
-    assert set(states(study)) == {COMPLETE}
-
-
-def test_a_callback_that_raises_ends_the_call_when_the_others_are_done(fleet: Any) -> None:
-    study = optuna.create_study()
-
-    def fail(study: optuna.Study, trial: FrozenTrial) -> None:
-        raise ZeroDivisionError(trial.number)
-
-    with pytest.raises(ZeroDivisionError):
-        study.optimize(quadratic, n_trials=20, callbacks=[fail], executor=fleet)
-    assert 1 <= len(study.trials) <= 4
     assert set(states(study)) == {COMPLETE}
 
 
@@ -383,8 +357,6 @@ def test_arguments_that_do_not_go_together(fleet: Any) -> None:
     study = optuna.create_study()
     with pytest.raises(FleetConfigError, match="`n_jobs` is 2"):
         study.optimize(quadratic, n_trials=1, n_jobs=2, executor=fleet)
-    with pytest.raises(FleetConfigError, match="`executor` is 4"):
-        study.optimize(quadratic, n_trials=1, executor=4)
     with pytest.raises(TypeError):  # as Optuna: eight arguments by position, not nine
         study.optimize(quadratic, 1, None, 1, (), None, False, False, "one more", executor=fleet)
     study.optimize(quadratic, 1, None, 1, (ValueError,), None, True, False, executor=fleet)
@@ -393,15 +365,6 @@ def test_arguments_that_do_not_go_together(fleet: Any) -> None:
 
 def raise_value_error(trial: Any) -> float:
     raise ValueError("always")
-
-
-def test_a_bad_catch_is_noticed_before_the_first_trial(fleet: Any) -> None:
-    study = optuna.create_study()
-    with pytest.raises(TypeError, match="`catch` has None, but must be exception classes"):
-        study.optimize(quadratic, n_trials=1, catch=None, executor=fleet)
-    assert states(study) == []
-    study.optimize(raise_value_error, n_trials=1, catch=[KeyError, ValueError], executor=fleet)
-    assert states(study) == [FAIL]
 
 
 def test_trials_of_others_are_not_touched(fleet: Any, storages: dict[str, Any]) -> None:
@@ -441,36 +404,6 @@ def test_heartbeats_are_recorded_while_a_trial_runs(fleet: Any, tmp_path: Path) 
 
 
 # -- one executor, many calls --------------------------------------------------------------------
-
-
-def train_briefly(trial: Any) -> float:
-    """Long enough for its rate to be known, so that an allocation is under way when it ends."""
-    model = trial.prepare(small_model())
-    for _ in trial.epochs(2):
-        for images, _ in trial.batches("train", batch_size=1):
-            model.train()
-            model(images.repeat(2, 1, 1, 1)).sum().backward()
-    return 0.0
-
-
-def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:
-    raise KeyboardInterrupt
-
-
-def wait_forever(trial: Any) -> float:
-    if trial.number > 0:
-        until(lambda: False)
-    until(lambda: len(trial.study.trials) == 4)
-    return 0.0
-
-
-def test_the_executor_works_after_control_c(fleet: Any) -> None:
-    study = optuna.create_study()
-    with pytest.raises(KeyboardInterrupt):
-        study.optimize(wait_forever, n_trials=9, callbacks=[interrupt], executor=fleet)
-    assert states(study) == [COMPLETE, FAIL, FAIL, FAIL]
-    study.optimize(train_briefly, n_trials=2, executor=fleet)
-    assert states(study)[4:] == [COMPLETE, COMPLETE]
 
 
 MAIN = """
@@ -749,19 +682,6 @@ def test_a_study_can_be_pickled_before_after_and_in_a_callback(fleet: Any) -> No
     copy.optimize(unit, n_trials=1, executor=fleet)
     assert len(copy.trials) == 3
     assert len(study.trials) == 4
-
-
-def test_a_study_is_not_optimized_within_its_own_call(fleet: Any) -> None:
-    study = optuna.create_study()
-    inline = FleetExecutor(cluster="inline")
-
-    def again(study: optuna.Study, trial: FrozenTrial) -> None:
-        study.optimize(unit, n_trials=1, executor=inline)
-
-    with pytest.raises(RuntimeError, match="Nested invocation"):
-        study.optimize(unit, n_trials=1, callbacks=[again], executor=fleet)
-    assert states(study) == [COMPLETE]
-    study.optimize(unit, n_trials=1, executor=inline)
 
 
 def test_an_executor_serves_one_call_at_a_time(fleet: Any) -> None:

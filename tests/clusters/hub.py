@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import queue
 import selectors
 import socket
 import sys
@@ -13,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.executor.fleet.departures import Departures
 from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.invitation import Invitation
 
@@ -38,6 +40,19 @@ class Joined:
         self.sock.sendall(str(exit_code).encode())
 
 
+class Inbox:
+    """Where an engine puts departures: what can be waited for here."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[Departure | LaunchError] = queue.SimpleQueue()
+        self.wake = os.eventfd(0)
+
+    def put(self, event: Departure | LaunchError) -> None:
+        """See `Inbox` of engines."""
+        self.events.put(event)
+        os.eventfd_write(self.wake, 1)
+
+
 class Hub:
     """Opens an engine; waits for what it does."""
 
@@ -45,7 +60,7 @@ class Hub:
         self.engine = engine
         self.agents: list[Joined] = []
         self.departures: list[Departure] = []
-        self._inbox = Departures()
+        self._inbox = Inbox()
         self._server = socket.create_server(("127.0.0.1", 0))
         address = ("127.0.0.1", int(self._server.getsockname()[1]))
         self.invitation = Invitation(addresses=(address,), credentials=make_credentials())
@@ -63,7 +78,7 @@ class Hub:
             agent.sock.close()
         self._server.close()
         self.engine.close()
-        self._inbox.close()
+        os.close(self._inbox.wake)
 
     def nodes(self) -> list[str]:
         """Of the agents that are there, in order."""
@@ -82,7 +97,7 @@ class Hub:
         while not holds():
             with selectors.DefaultSelector() as selector:
                 selector.register(self._server, selectors.EVENT_READ, self._accept)
-                selector.register(self._inbox, selectors.EVENT_READ, self._hear)
+                selector.register(self._inbox.wake, selectors.EVENT_READ, self._hear)
                 for agent in self.agents:
                     hear = functools.partial(self._receive, agent)
                     selector.register(agent.sock, selectors.EVENT_READ, hear)
@@ -90,7 +105,12 @@ class Hub:
                     key.data()
 
     def _hear(self) -> None:
-        self.departures += self._inbox.take()
+        os.eventfd_read(self._inbox.wake)
+        while not self._inbox.events.empty():
+            event = self._inbox.events.get()
+            if isinstance(event, LaunchError):
+                raise event
+            self.departures.append(event)
 
     def _accept(self) -> None:
         self.agents.append(Joined(self._server.accept()[0]))

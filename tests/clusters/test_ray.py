@@ -79,12 +79,11 @@ def _parent(pid: int) -> int:
 
 
 _DRIVER = """
-import sys
+import queue, sys
 from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
-from optuna_fleet.executor.fleet.departures import Departures
 from optuna_fleet.wire.invitation import Invitation
 engine = RayEngine(RayCluster(address=sys.argv[1]), (sys.argv[2],), "cpu")
-engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()), Departures())
+engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()), queue.SimpleQueue())
 sys.stdin.read()
 """
 

@@ -64,24 +64,6 @@ def test_a_piece_has_the_nodes_that_change_most_in_compressed_time(
     assert changes == [(0, (0, 1), ()), (2, (), (0,)), (5, (0,), (1,)), (10, (), ())]
 
 
-def test_only_steps_on_idle_nodes_within_the_trace_count(harvest: Any, piece: Any) -> None:
-    lived = harvest.Harvest(piece=piece, spec=None, max_trials=1, compression=10.0)
-    node_of = {0: "0", 1: "1", 2: "0"}  # node 0 is taken after 2 s, and back after 5
-    flights = {
-        3: [
-            {"start": 100.0, "end": 102.5, "devices": [0, 1]},
-            {"start": 102.6, "end": 105.5, "devices": [1]},
-            {"start": 106.0, "end": 110.5, "devices": [2]},
-            {"start": 111.0, "end": 112.0, "devices": [2]},
-        ]
-    }
-    ends = [101.9, 102.1, 104.9, 105.1, 109.9, 110.1, 111.5]
-    steps = [harvest.Step(trial=3, number=0, begun=100.0, done=end) for end in ends]
-    counted = lived._counted(steps, flights, node_of, 100.0)
-    assert [step.done for step in counted] == [101.9, 104.9, 109.9]
-    assert dict(lived._waits(flights, node_of, 100.0)) == {(0, 5.0): 1.0}
-
-
 def test_it_lives_through_a_trace_and_replays_it(
     trace: Path, tmp_path: Path, nursery: Nursery
 ) -> None:

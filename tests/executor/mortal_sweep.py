@@ -18,8 +18,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.sampler_bridge.call_records import CALL_PREFIX
-from optuna_fleet.sampler_bridge.records import PIPELINE_PREFIX
+from optuna_fleet.sampler_bridge.records import CALL_PREFIX, PIPELINE_PREFIX
 from tests.samplers import ByNumber
 
 NUM_TRIALS = 5

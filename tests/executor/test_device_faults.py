@@ -98,7 +98,7 @@ def test_a_bad_device_fails_no_trial_and_is_left_out(
     runner: Any = pair._runner
     runtime = runner._started(False)
     while len(runtime.trainers.live) < 2:  # or all might be done by one before the other is ready
-        for message in runtime.messages([]):
+        for message in runtime.heard(runtime.inbox.get()):
             if isinstance(message, main.TrainerReady):
                 runtime.device_events(message)
     study.optimize(fail_on_device_1, n_trials=30, executor=pair)

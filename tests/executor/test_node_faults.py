@@ -28,7 +28,7 @@ from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.fleet import agents
-from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 from tests import leftovers
 from tests.executor.test_nodes import _tree, runtime_of
@@ -197,12 +197,12 @@ def test_faults_of_nodes_change_no_result_and_leave_nothing(
     with nothing_is_left(tmp_path / "files", monkeypatch):
         fleet = fleet_of(devices=None if join else 2, **options)
         demon = Demon(fleet, seed, file if join else None)
-        messages, opened = Connections.messages, JoinEngine.open
+        take, opened = Inbox.get, JoinEngine.open
 
-        def heard(self: Connections, *arguments: Any) -> Iterator[Any]:
-            for message in messages(self, *arguments):
-                yield message
+        def heard(self: Inbox, *arguments: Any) -> Any:
+            if (event := take(self, *arguments)) is not None:
                 demon.hear()
+            return event
 
         def open_(self: JoinEngine, invitation: Invitation, inbox: Any) -> None:
             opened(self, invitation, inbox)
@@ -210,7 +210,7 @@ def test_faults_of_nodes_change_no_result_and_leave_nothing(
                 demon.join(name)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Connections, "messages", heard)
+            patch.setattr(Inbox, "get", heard)
             patch.setattr(JoinEngine, "open", open_)
             try:
                 assert_allclose(records(fleet), undisturbed, rtol=1e-10)

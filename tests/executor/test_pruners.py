@@ -82,7 +82,7 @@ def test_the_same_verdicts_as_in_optunas_loop(name: str, narrow: FleetExecutor) 
     assert {t.state for t in study.trials} == {TrialState.COMPLETE, TrialState.PRUNED}
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", ["median", *OWN_HISTORY_ONLY])
 def test_sensible_verdicts_on_many_devices(name: str, fleet: Any) -> None:
     study = new_study(name)
     fleet.optimize(study, learn, 24)

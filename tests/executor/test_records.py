@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import optuna
 import pytest
@@ -28,9 +26,7 @@ from optuna_fleet.executor.call.journal import Stay
 from optuna_fleet.executor.call.moves import Moves
 from optuna_fleet.executor.call.totals import Totals
 from optuna_fleet.resources import Device
-from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.patience import Patience
-from optuna_fleet.sampler_bridge.records import DeviceSpan, Records, device_spans_of, flights_of
+from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.wire.messages import Ended, Leaving, Trained
 from tests.fleets import Leg, small_model, small_pipeline, train
 
@@ -85,16 +81,6 @@ def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path, multi_index: b
     assert {"params_x", "user_attrs_mine", "system_attrs_fixed_params"} <= of_the_fleets
     asked = columns_of(studies[0], attrs=("number", "system_attrs"))
     assert sum("optuna_fleet:" in name for name in asked) == 2
-
-
-def test_the_summary_counts(fleet: Any) -> None:
-    study = optuna.create_study()
-    study.optimize(end_variously, n_trials=6, catch=ValueError, executor=fleet)
-    summary = fleet.summary
-    assert summary.trials == {"complete": 2, "pruned": 2, "fail": 2}
-    assert summary.num_devices == 4
-    assert set(summary.busy_s) <= {0, 1, 2, 3}
-    assert "6 trials (2 complete, 2 fail, 2 pruned)" in str(summary)
 
 
 def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
@@ -162,21 +148,6 @@ def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
         (0, "late", "cpu", 108.0, None),
     ]
     assert told == [(1, [0]), (3, [1, 2]), (3, [1, 2]), (4, [3])]
-
-
-def test_devices_are_recorded_a_few_at_a_time() -> None:
-    """With hundreds of nodes, one that joins does not have all written again."""
-    study, writes = optuna.create_study(), []
-    recorded = Records(study, began=0.0, patiently=Patience(study, 0.0))
-    spans = [DeviceSpan(device=i, node="a", kind="cpu", start=float(i)) for i in range(45)]
-    recorded.devices(spans, range(45))
-    spans[41] = replace(spans[41], end=50.0)
-    write = compat.set_study_record
-    with mock.patch.object(compat, "set_study_record") as patched:
-        patched.side_effect = lambda *given: writes.append(given[2]) or write(*given)
-        recorded.devices(spans, [41])
-    assert [len(record) for record in writes] == [5]
-    assert device_spans_of(study) == spans
 
 
 def begin_slowly(trial: Any) -> float:

@@ -65,9 +65,9 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "num_deaths", "how"),
     [
-        ("plain", (1, 1, 1, 2), signal.SIGKILL),
+        ("plain", (1, 1, 2), signal.SIGKILL),
         ("training", (2,), signal.SIGKILL),
-        ("plain", (1, 1, 2), signal.SIGINT),
+        ("plain", (1, 2), signal.SIGINT),
         ("training", (2,), signal.SIGINT),
     ],
     ids=["plain-killed", "training-killed", "plain-interrupted", "training-interrupted"],

@@ -50,9 +50,11 @@ from optuna_fleet.executor.cluster.config import (
     pipeline_setup,
 )
 from optuna_fleet.executor.cluster.engine import Departure
+from optuna_fleet.executor.fleet import faults
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.agents import NOTICE_S
-from optuna_fleet.executor.fleet.nodes import LEASE_S, Nodes, Startup
+from optuna_fleet.executor.fleet.connections import AgentSilent
+from optuna_fleet.executor.fleet.nodes import LEASE_S, Startup
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.packed import PipelineSetup
@@ -91,19 +93,14 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.nodes = ["here"]
-        self.departures: list[Departure] = []
         self.done: list[str] = []
 
     def open(self, invitation: Any, inbox: Any) -> None:
         self.done.append("open")
-        inbox.take = self.gone
+        self.inbox = inbox
 
     def expected(self) -> list[str]:
         return self.nodes
-
-    def gone(self) -> list[Departure]:
-        departures, self.departures = self.departures, []
-        return departures
 
     def want(self, nodes: int | None) -> None:
         self.done.append(f"want {nodes}")
@@ -118,10 +115,32 @@ class FakeEngine:
     def die(self, exit_code: int) -> None:
         cause = f"its agent ended with {cause_of_death(exit_code)}"
         gone = Departure(node="here", cause=cause, exit_code=exit_code, is_replaced=True)
-        self.departures.append(gone)
+        self.inbox.put(gone)
 
     def close(self) -> None:
         self.done.append("close")
+
+
+class FakeInbox:
+    """Has what was put, and a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.times: list[tuple[float, Any]] = []
+        self.now = 0.0
+
+    def put(self, event: Any) -> None:
+        self.events.append(event)
+
+    def later(self, seconds: float, event: Any) -> None:
+        self.times.append((self.now + seconds, event))
+
+    def take_all(self) -> Iterator[Any]:
+        due = sorted((one for one in self.times if one[0] <= self.now), key=lambda one: one[0])
+        self.times = [one for one in self.times if one[0] > self.now]
+        self.events += [event for _, event in due]
+        while self.events:
+            yield self.events.pop(0)
 
 
 class FakeHub:
@@ -132,15 +151,9 @@ class FakeHub:
     def __init__(self, *_: Any) -> None:
         self.agents: dict[str, Any] = {}
         self.trainers: dict[ProcessId, Any] = {}
-        self.news: list[Any] = []
         self.sent: list[Any] = []
-
-    def messages(self, *_: Any) -> Iterator[Any]:
-        news, self.news = self.news, []
-        yield from news
-
-    def last_words(self, process: ProcessId) -> Iterator[Any]:
-        yield from ()
+        self.heard: dict[str, float] = {}
+        self.inbox = FakeInbox()
 
     def send(self, channel: Any, message: Any) -> None:
         if channel is not None:
@@ -149,14 +162,18 @@ class FakeHub:
     def has_ended(self, agent: str) -> bool:
         return agent not in self.agents
 
+    def last_heard(self, agent: str) -> float:
+        return self.heard.get(agent, math.inf)
+
     def cut(self, agent: str) -> None:
-        self.news.append(ConnectionEnded(agent=agent))
+        self.inbox.put(ConnectionEnded(agent=agent))
 
-    def give_up(self, agent: str) -> None:
+    def give_up(self, agent: str, *events: Any) -> None:
         self.agents.pop(agent, None)
+        self.inbox.events += events
 
-    def give_signs(self) -> None:
-        pass
+    def keep_leases(self, lease_s: float) -> None:
+        self.lease_s = lease_s
 
     def close(self) -> None:
         pass
@@ -204,9 +221,9 @@ def join(runtime: Runtime, agent: str, **more: Any) -> None:
 
 def hear(runtime: Runtime, *news: Any) -> list[Any]:
     """What the runtime hands on."""
-    connections: Any = runtime.connections
-    connections.news = list(news)
-    return list(runtime.messages([0.0]))
+    inbox: Any = runtime.inbox
+    inbox.events += news
+    return [told for event in inbox.take_all() for told in runtime.heard(event)]
 
 
 def agent(runtime: Runtime) -> str:
@@ -293,44 +310,45 @@ def test_a_node_where_no_agent_works_costs_that_node_only(
 
 
 @pytest.fixture
-def clock(runtime: Runtime) -> list[float]:
-    """The time at which processes are found late, after 8 s."""
-    now = [0.0]
-    runtime.agents.startup = Startup(8.0, lambda: now[0])
+def impatient(runtime: Runtime) -> Runtime:
+    """One in which processes are late after 8 s."""
+    runtime.agents.startup = Startup(runtime.inbox, 8.0)
     runtime.agents._await("here")
-    return now
+    return runtime
 
 
-def wait(runtime: Runtime, now: list[float], seconds: float) -> list[Any]:
-    """What the runtime hands on while time passes in steps, as where it waits for messages."""
-    heard = []
-    for _ in range(int(seconds)):
-        now[0] += 1.0
+def wait(runtime: Runtime, seconds: int) -> list[Any]:
+    """What the runtime hands on while time passes."""
+    inbox, heard = runtime.inbox, []
+    for _ in range(seconds):
+        inbox.now += 1.0  # type: ignore[attr-defined]
         heard += hear(runtime)
     return heard
 
 
 def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
-    runtime: Runtime, engine: FakeEngine, clock: list[float], log: io.StringIO
+    impatient: Runtime, engine: FakeEngine, log: io.StringIO
 ) -> None:
-    heard = [type(message) for message in wait(runtime, clock, 10)]
-    assert heard == [ConnectionEnded, NodeLost]
+    runtime = impatient
+    heard = [type(message) for message in wait(runtime, 10)]
+    assert heard == [NodeLost]
     assert "The agent of node here was not ready within 8 s" in log.getvalue()
-    wait(runtime, clock, 10)  # the next does not even join
+    wait(runtime, 10)  # the next does not even join
     with pytest.raises(LaunchError, match=r"3 times in a row; .*not ready within 8 s"):
-        wait(runtime, clock, 10)
+        wait(runtime, 10)
     assert engine.done.count("end here") == 3
 
 
 def test_a_trainer_that_is_not_ready_in_time_is_killed(
-    runtime: Runtime, clock: list[float], log: io.StringIO
+    impatient: Runtime, log: io.StringIO
 ) -> None:
+    runtime = impatient
     connections: Any = runtime.connections
     connections.sent.clear()
     trainer_ready(runtime, pid=7)
     for device, pid in enumerate((7, 8)):
         hear(runtime, TrainerStarted(device=device, process=process(runtime, pid)))
-    assert wait(runtime, clock, 9) == []
+    assert wait(runtime, 9) == []
     assert connections.sent == [("1st", KillTrainer(pid=8))]
     assert "The trainer of device 1 was not ready within 8 s" in log.getvalue()
 
@@ -338,76 +356,61 @@ def test_a_trainer_that_is_not_ready_in_time_is_killed(
 # -- nodes ---------------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_silent_is_lost_but_not_one_that_is_still_starting(
+def test_a_node_that_is_silent_is_lost_and_another_of_its_name_may_join(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
-    runtime.agents.nodes = Nodes(LEASE_S, lambda: now[0])
+    monkeypatch.setattr(engine, "end", lambda name: engine.done.append(f"end {name}"))
+    runtime = new_runtime(engine, tmp_path, has_leases=True)
+    hub: Any = runtime.connections
+    assert hub.lease_s == LEASE_S
     for name in ("here", "there"):
         join(runtime, f"agent of {name}", node=name)
-    hear(runtime, SignOfLife(agent="agent of here"))
-    lost = []
-    while not lost and now[0] < 2 * LEASE_S:
-        now[0] += 1.0
-        lost = hear(runtime)
-    assert LEASE_S < now[0] <= LEASE_S + 2
-    texts = [message.text for message in lost]
-    assert texts == ["Node here was lost: nothing was heard of it for 10 s."]
+    join(runtime, "namesake")
+    wait(runtime, 5)
+    assert runtime.nodes.get("namesake") is None
+    (lost,) = hear(runtime, AgentSilent(agent="agent of here"))
+    assert lost.text == "Node here was lost: nothing was heard of it for 10 s."
+    wait(runtime, 1)
+    assert runtime.nodes.get("namesake") is not None
+    assert engine.done == ["open", "end here"]
     runtime.close()
 
 
-@pytest.mark.parametrize("turn_s", [0.3, 2.4, 2.6, 8.0, 1000.0])
-def test_a_node_that_falls_silent_is_lost_however_long_the_driver_is_away(turn_s: float) -> None:
-    now = [0.0]
-    nodes = Nodes(LEASE_S, lambda: now[0])
-    nodes.join(joining("1st"), (), is_here=True)
-    for _ in range(10):
-        now[0] += turn_s
-        assert nodes.lost() == []
-        nodes.hear("1st")  # what it has said meanwhile
-    fell_silent, lost = now[0], []
-    while not lost and now[0] < fell_silent + 5000.0:
-        now[0] += turn_s
-        lost = nodes.lost()
-    assert [node.agent for node, _ in lost] == ["1st"]
-    assert LEASE_S < now[0] - fell_silent < LEASE_S + 2 * max(turn_s, 1.3)
-
-
-def test_a_node_is_silent_only_if_all_is_read_that_it_may_have_said() -> None:
-    now = [0.0]
-    nodes = Nodes(LEASE_S, lambda: now[0])
-    nodes.join(joining("1st"), (), is_here=True)
-    nodes.hear("1st")
-    for turn_s in (8.0, 0.1, 8.0):  # nothing was there to be read, and then for 8 s nobody read
-        now[0] += turn_s
-        assert nodes.lost() == []
-    nodes.hear("1st")
-    now[0] += LEASE_S
-    assert nodes.lost() == []
-
-
-@pytest.mark.parametrize("turn_s", [1.0, 5.0, 1000.0])
-def test_a_process_that_is_never_ready_is_late_however_long_the_driver_is_away(
-    turn_s: float,
+def test_a_node_that_lives_keeps_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
 ) -> None:
-    now = [0.0]
-    startup = Startup(8.0, lambda: now[0])
-    startup.started("node", "The agent of node here")
-    for _ in range(math.ceil(8.0 / turn_s) + 1):
-        assert startup.late() == []
-        now[0] += turn_s
-    assert [process for process, _ in startup.late()] == ["node"]
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    runtime = new_runtime(engine, tmp_path, has_leases=True)
+    hub: Any = runtime.connections
+    join(runtime, "1st")
+    join(runtime, "2nd")
+    wait(runtime, 3)
+    assert hub.sent[1:] == []
+    hub.heard["1st"] = time.monotonic() + 1.5
+    wait(runtime, 1)
+    ((to, refused),) = hub.sent[1:]
+    assert (to, type(refused)) == ("2nd", Refused)
+    runtime.close()
 
 
-def test_a_process_that_got_ready_while_the_driver_was_away_is_not_late() -> None:
-    now = [0.0]
-    startup = Startup(8.0, lambda: now[0])
-    startup.started("node", "The agent of node here")
-    now[0] += 1000.0
-    assert startup.late() == []
-    startup.over("node")
-    assert startup.late() == []
+def test_what_a_call_sets_itself_comes_back_to_it(runtime: Runtime) -> None:
+    runtime.inbox.later(2.0, deadline := object())
+    assert (wait(runtime, 1), wait(runtime, 1)) == ([], [deadline])
+
+
+def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
+    runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [""]
+    monkeypatch.setattr(faults, "state_in_words", lambda pid: states[0])
+    trainer_ready(runtime, pid=7)
+    runtime.kill(0)
+    wait(runtime, 12)
+    assert "end here" not in engine.done
+    states[0] = "it is stopped"
+    wait(runtime, 2)
+    assert "end here" in engine.done
 
 
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
@@ -445,14 +448,14 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     def notice(left_s: float) -> Departure:
         return Departure(node="here", cause="its time limit", by=time.time() + left_s)
 
-    engine.departures.append(notice(NOTICE_S + 100.0))
-    assert hear(runtime) == []
-    assert 0.0 < min(runtime.agents.waits_s()) <= 100.0
-    engine.departures.append(notice(10.0))  # it is preempted before that
-    (leaving,) = hear(runtime)
+    assert hear(runtime, notice(NOTICE_S + 100.0)) == []
+    inbox: Any = runtime.inbox
+    due, event = inbox.times[-1]
+    assert 0.0 < due <= 100.0
+    (leaving,) = hear(runtime, notice(10.0))  # it is preempted before that
     assert leaving.devices == (0, 1)
     assert "its time limit" in leaving.text
-    assert hear(runtime) == []
+    assert hear(runtime, event) == []
     device = runtime.agents.devices[0]  # which is ready too late to be of use
     assert trainer_ready(runtime) == [DeviceJoined(device=device), DeviceLeaving(device=0)]
     (lost,) = die(runtime, KILLED)
@@ -476,8 +479,8 @@ def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
     assert list(runtime.devices_at_first()) == [there]
     for left_s, news in ((0.0, [DeviceLeaving(device=0)]), (NOTICE_S + 100.0, [])):
         by = time.time() + left_s
-        engine.departures.append(Departure(node="here", cause="its time limit", by=by))
-        hear(runtime)  # an earlier call was told, or nobody
+        notice = Departure(node="here", cause="its time limit", by=by)
+        hear(runtime, notice)  # an earlier call was told, or nobody
         assert list(runtime.devices_at_first()) == [there, *news]
     runtime.exclusion.leave_out_node("here", "it loses all trials")
     assert list(runtime.devices_at_first()) == []

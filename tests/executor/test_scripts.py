@@ -73,21 +73,6 @@ def test_a_script_without_a_main_guard_is_told_so_by_what_it_spawns(
     assert ended.stdout.split() == ["value", "-1.0"]
 
 
-ARGUMENTS = """
-import optuna, sys
-from optuna_fleet import FleetExecutor
-
-study = optuna.create_study()
-study.optimize(lambda trial: float(sys.argv[2]), n_trials=1, executor=FleetExecutor(devices=1))
-print("value", study.best_value, len(sys.argv))
-"""
-
-
-def test_an_objective_sees_the_arguments_of_its_script(nursery: Nursery, tmp_path: Path) -> None:
-    ended = run(nursery, tmp_path, ARGUMENTS, "--lr", "0.5")
-    assert ended.stdout.split() == ["value", "0.5", "3"], ended.stderr
-
-
 WITHOUT_STREAMS = """
 import pathlib, sys
 import optuna, torch

@@ -13,13 +13,13 @@ from replay_cases import (
     trial,
 )
 
-from optuna_fleet.alloc import AllocationFailed, ElasticAllocator, SingleDeviceAllocator
+from optuna_fleet.alloc import ElasticAllocator, SingleDeviceAllocator
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import pruned_after
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.workload import FleetChange, Rules, believed_profiles
+from optuna_fleet.replay.workload import FleetChange, Rules
 
 PAIR = [trial(epochs=2), trial(epochs=4)]
 COST = {"rescale_up_s": 5.0, "rescale_down_s": 3.0}
@@ -33,18 +33,6 @@ def widening(time_s=10.0):
 def narrowing(time_s=10.0):
     """Two devices, of which the second leaves."""
     return [all_join(2), FleetChange(time_s=time_s, left=(1,))]
-
-
-class Speechless:
-    name = "speechless"
-
-    def allocate(self, problem):
-        raise AllocationFailed("no solution found")
-
-
-def test_where_the_solver_has_no_answer_the_fallback_plans_as_in_a_sweep():
-    trials = [trial(epochs=2), trial(epochs=3)]
-    check_all_ended(simulate(trials, [all_join(2)], Speechless()), trials)
 
 
 def test_a_trial_trains_at_its_rate():
@@ -178,23 +166,6 @@ def test_what_a_sweep_measures_itself_no_belief_of_before_can_spoil():
     assert untold[3.0] == untold[0.0]
 
 
-def test_the_baseline_is_list_scheduling():
-    trials = [trial(epochs=3) for _ in range(7)]
-    outcome = EnsembleScenario(trials=trials, num_devices=3, policy="baseline").run()
-    assert sorted(p.begun_s for p in outcome.trials.values()) == [0] * 3 + [30] * 3 + [60]
-    assert outcome.end_s == 90.0
-    assert all(len(devices) == 1 for _, devices, _, _ in spans_of(outcome))
-
-
-def test_elastic_spreads_the_last_trials_over_the_fleet():
-    trials = [trial(epochs=3) for _ in range(5)]
-    outcome = EnsembleScenario(trials=trials, num_devices=4, policy="elastic").run()
-    baseline = EnsembleScenario(trials=trials, num_devices=4, policy="baseline").run()
-    assert baseline.end_s == 60.0
-    assert 37.5 <= outcome.end_s < 50.0  # 150 s of work on 4 devices
-    assert max(len(devices) for _, devices, _, _ in spans_of(outcome)) > 1
-
-
 def test_without_devices_a_simulation_says_that_trials_are_left():
     with pytest.raises(RuntimeError, match="Trials are left"):
         simulate([trial()], [all_join(1), FleetChange(time_s=5.0, left=(0,))], Scripted({0: (0,)}))
@@ -214,17 +185,6 @@ def test_utilisation_does_not_favour_fast_models():
     ]
     shares = [utilisation(list(o.trials.values()), 1.0, 1, o.end_s) for o in outcomes]
     assert shares == [pytest.approx(1.0)] * 2
-
-
-def test_what_is_believed_is_wrong_by_the_noise_and_alike_for_alike_trials():
-    trials = [trial("a"), trial("b"), trial("a")]
-    exact = believed_profiles(trials, ("v",))
-    assert exact["a on v"].rates(8) == LINEAR
-    noisy = believed_profiles(trials, ("v",), noise=0.3, seed=1)
-    assert list(noisy) == ["a on v", "b on v"]
-    assert noisy["a on v"].rates(8) != noisy["b on v"].rates(8) != LINEAR
-    assert believed_profiles(trials, ("v",), noise=0.3, seed=1) == noisy
-    assert believed_profiles(trials, ("v",), noise=0.3, seed=2) != noisy
 
 
 def test_without_lookahead_trials_are_proposed_as_in_a_real_sweep():

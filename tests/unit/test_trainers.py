@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.fleet.trainers import TRANSITIONS, Trainers, TrainerStatus
+from optuna_fleet.executor.fleet.trainers import TRANSITIONS, KillLate, Trainers, TrainerStatus
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import ProcessId
 
@@ -27,13 +29,23 @@ def test_every_life_ends_and_begins_as_one_that_was_started() -> None:
     assert [status for status, after in TRANSITIONS.items() if not after] == [TrainerStatus.GONE]
 
 
+class Timers:
+    """An inbox that notes what is to come."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, Any]] = []
+
+    def later(self, seconds: float, event: Any) -> None:
+        self.times.append((seconds, event))
+
+
 def process(pid: int | str) -> ProcessId:
     return ProcessId("agent", int(pid))
 
 
 def life(*news: str) -> list[Event]:
     """What the controller hears of device 0 after such news, each a word and a pid."""
-    trainers, events = Trainers(DEVICES, lambda: 0.0), list[Event]()
+    trainers, events = Trainers(DEVICES, Timers()), list[Event]()
     for word, pid in (one.split() for one in news):
         match word:
             case "started":
@@ -78,21 +90,23 @@ def test_only_starts_that_failed_in_a_row_end_a_call() -> None:
 
 
 def test_those_of_a_dead_agent_are_not_waited_for() -> None:
-    trainers = Trainers(DEVICES, lambda: 5.0)
+    trainers = Trainers(DEVICES, inbox := Timers())
     trainers.ready(0, process(7))
     trainers.ready(0, process(8))
     trainers.started(1, process(9))
     trainers.kill(0, process(7))
     trainers.kill(1, process(9))
-    assert trainers.kills_due() == [(15.0, process(7)), (15.0, process(9))]
+    assert inbox.times == [(10.0, KillLate(process=process(pid))) for pid in (7, 9)]
+    assert trainers.lingers(process(7))
     assert trainers.node_lost("agent") == {0: process(7)}
-    assert (trainers.live, trainers.kills_due()) == ({0: process(7)}, [])
+    assert trainers.live == {0: process(7)}
+    assert not any(trainers.lingers(process(pid)) for pid in (7, 9))
     assert trainers.ended(0, process(7), "its agent's end") == [BY_ORDER]
     assert trainers.live == {}
 
 
 def test_a_lost_node_takes_only_its_own_trainers_along() -> None:
-    trainers = Trainers(DEVICES, lambda: 0.0)
+    trainers = Trainers(DEVICES, Timers())
     next_ = ProcessId("the next agent there", 9)
     for device in DEVICES:
         trainers.ready(device, process(7 + device))
@@ -106,7 +120,7 @@ def test_a_lost_node_takes_only_its_own_trainers_along() -> None:
 @given(data=st.data(), num_lives=st.integers(1, 5))
 def test_a_device_joins_and_is_lost_in_turn(data: st.DataObject, num_lives: int) -> None:
     """One trainer after the other; each says hello on a channel of its own, so at any time."""
-    trainers, has_joined = Trainers(DEVICES, lambda: 0.0), False
+    trainers, has_joined = Trainers(DEVICES, Timers()), False
     of_agent = [(word, pid) for pid in range(num_lives) for word in ("started", "ended")][:-1]
     hellos = [("ready", pid) for pid in range(num_lives)]
     while of_agent or hellos:

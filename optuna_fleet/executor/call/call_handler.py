@@ -9,6 +9,8 @@ from typing import Any
 
 from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.waits import SamplerReady
+from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -34,6 +36,7 @@ class CallHandler:
 
     Args:
         send: Sends an answer to the trial on a device.
+        inbox: Where it is told that a slow sampler has something to say.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class CallHandler:
         send: Callable[[int, Any], None],
         ledger: Ledger,
         retention: CheckpointRetention,
+        inbox: Inbox,
     ) -> None:
         self._send = send
+        self._inbox = inbox
         self._ledger = ledger
         self._retention = retention
         self._told: set[str] = set()  # what remarks were about
@@ -94,11 +99,12 @@ class CallHandler:
 
         So the sampler serves one trial at a time; all other calls go on meanwhile.
         """
-        while self._waiting and not self.sampling():
+        while self._waiting and not (self._sampler is not None and self._sampler.is_busy):
             run, call = self._waiting[0]
             trial = self._ledger.unsampled(run.launch.number, call)
             if trial is not None and self._sampler is not None:
                 self._sampler.start(trial)
+                self._inbox.when_readable(self._sampler, SamplerReady())
                 return
             self._waiting.popleft()
             began = time.monotonic()
@@ -106,10 +112,6 @@ class CallHandler:
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
-
-    def sampling(self) -> tuple[BackgroundSampler, ...]:
-        """The sampler's thread if it is at work: what to wait for, and then to `go_on`."""
-        return (self._sampler,) if self._sampler is not None and self._sampler.is_busy else ()
 
     def go_on(self) -> bool:
         """Answer the trial that the sampler has thought for, if so, and then those in line."""

@@ -18,6 +18,9 @@ from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.deciding.controller import Controller
 
+_AT_ONCE = 256
+"""So many events are taken, and then it is looked at what no event tells of."""
+
 
 class Driver:
     """Connects study, controller, solver and trainers for one call.
@@ -69,11 +72,15 @@ class Driver:
 
     def _wait(self) -> None:
         self.interrupts.check()
-        parts, allocator = self._parts, self._runtime.allocator
-        others = (*((allocator,) if self._deciding else ()), *parts.calls.sampling())
-        for message in self._runtime.messages(self._waits_s(), *others):
-            self._events += self._receiver.take(message)
-            self._work()
+        parts, allocator, inbox = self._parts, self._runtime.allocator, self._runtime.inbox
+        wait_s = max(0.0, min(self._waits_s()))
+        for _ in range(_AT_ONCE):
+            if (event := inbox.get(wait_s)) is None:
+                break
+            wait_s = 0.0
+            for message in self._runtime.heard(event):
+                self._events += self._receiver.take(message)
+                self._work()
         if parts.calls.go_on():
             self._events += parts.outcomes.propose(again=True)
         if self._deciding and allocator.is_answered():

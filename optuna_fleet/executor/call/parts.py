@@ -71,7 +71,7 @@ class Parts:
         self.progress = Progress.of(ledger, proposals)
         self.totals = Totals(began, ledger.records.decision)
         self.journal = Journal(self.devices, self.moves, self.progress, self.totals)
-        self.calls = CallHandler(runtime.send, ledger, retention)
+        self.calls = CallHandler(runtime.send, ledger, retention, runtime.inbox)
         self.outcomes = Outcomes(ledger, proposals, retention)
         self.copies = ObjectiveCopies(runtime, job)
         self.launcher = Launcher(runtime, job, retention, ledger, proposals, self.copies)

@@ -24,6 +24,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.waits import PlanReady
 from optuna_fleet.wire.calls import AfterEpoch
 
 _ABORT_GRACE_S = 10.0
@@ -48,6 +49,7 @@ class Performer:
                 parts.checks.begin(instruction)
             case Allocate():
                 parts.runtime.allocator.submit(instruction.problem)
+                parts.runtime.inbox.when_readable(parts.runtime.allocator, PlanReady())
             case AnswerEpoch():
                 self._answer_epoch(self._runs[instruction.run_id], instruction)
             case Interrupt():

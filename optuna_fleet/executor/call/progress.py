@@ -19,9 +19,9 @@ from optuna_fleet.events import (
     RateMeasured,
 )
 from optuna_fleet.executor.call.journal import Entry, Stay
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState, record_call
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.records import CallState, RunState, record_call
 
 _SHORTEST_S, _LONGEST_S = 2.0, 15.0
 _PART = 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from optuna_fleet.events import DeviceJoined, Event
 
@@ -15,6 +16,16 @@ AWAIT_S = 1.0
 
 LEAVE_S = 0.5
 """For so long trials that have left a node that goes wait for the others there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReady:
+    """The allocator has an answer, or its process is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerReady:
+    """A slow sampler has something to say."""
 
 
 class Deadlines:

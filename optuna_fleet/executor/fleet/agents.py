@@ -1,22 +1,21 @@
-"""Lets nodes join, and tells what becomes of them: by engine, channels, and silence."""
+"""Lets nodes join, and finds out what becomes of them: by engine, channels, and silence."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.departures import Departures
+from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults
-from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes, Startup
+from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, LEASE_S, Node, Nodes, Startup
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
@@ -28,7 +27,6 @@ from optuna_fleet.wire.node_messages import (
     NoticeGiven,
     Quit,
     Refused,
-    SignOfLife,
     TrainerStarted,
 )
 
@@ -42,16 +40,39 @@ _NAMESAKE = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutOff:
+    """The connection of an agent ended a moment ago, and the engine could have said why."""
+
+    agent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeDue:
+    """It may be time to let go of a node that is known to leave."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGone:
+    """All is read that was said on a node that is gone; `is_told`: by the engine."""
+
+    agent: str
+    departure: Departure
+    is_told: bool = False
+
+
 class Agents:
     """The agents of one executor.
 
     Args:
-        departures: What the engine tells.
         faults: Says what is left out.
         set_up: What a node is told that joins with these devices.
         start_s: Seconds that a process has to become ready; None for no limit.
 
     Attributes:
+        inbox: Where all is told that happens.
         devices: All devices that ever were there, by number.
         startup: Which agents and trainers are awaited.
     """
@@ -59,33 +80,31 @@ class Agents:
     def __init__(
         self,
         engine: Engine,
-        departures: Departures,
         connections: Connections,
         faults: DeviceFaults,
         set_up: Callable[[AgentJoining, tuple[Device, ...]], NodeSetup],
         *,
         start_s: float | None,
     ) -> None:
-        self.nodes = Nodes(LEASE_S if engine.has_leases else None)
+        self.nodes = Nodes()
         self.devices: dict[int, Device] = {}
-        self.startup = Startup(start_s)
-        self.clock = time.monotonic
+        self.startup = Startup(connections.inbox, start_s)
         self._engine = engine
-        self._departures = departures
+        self.inbox = connections.inbox
         self._connections = connections
         self._set_up = set_up
         self._faults = faults
         self._failed_starts: Counter[str] = Counter()
-        self._namesakes: dict[str, tuple[AgentJoining, float]] = {}  # that wait, and since when
+        self._namesakes: dict[str, float] = {}  # agents that wait for a name, and since when
         self._left_out: set[str] = set()  # names of nodes, as the next
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
         self._failures: dict[str, str] = {}  # of agents, as they told them with their last words
         self._notices: dict[str, Departure] = {}
         self._wanted: int | None = None
-        engine.open(connections.invitation, departures)
+        engine.open(connections.invitation, connections.inbox)
         if engine.has_leases:
-            connections.give_signs()
+            connections.keep_leases(LEASE_S)
         for name in engine.expected():
             self._await(name)
 
@@ -109,28 +128,11 @@ class Agents:
         if (node := self.nodes.of(device)) is not None:
             self.tell(node.agent, message)
 
-    def note(self, message: Any) -> None:
-        """Note what is about agents and nodes."""
-        match message:
-            case AgentJoining():
-                self._joining(message)
-            case AgentFailed():
-                self._failures[message.node] = message.problem
-            case SignOfLife():
-                self.nodes.hear(message.agent)
-                self._refuse_namesakes(message.agent)
-            case NoticeGiven():
-                if (node := self.nodes.get(message.agent)) is not None:
-                    by, cause = time.time() + message.in_s, "its agent was told so by a SIGTERM"
-                    self._notices[node.name] = Departure(node=node.name, cause=cause, by=by)
-            case ConnectionEnded():
-                self.nodes.cut_off(message.agent)
-                self._namesakes.pop(message.agent, None)
-            case TrainerStarted():
-                if (node := self.nodes.of(message.device)) is not None:
-                    self.nodes.hear(node.agent)  # from now on silence is none of a start
-                    if node.has_tried_all(message.device):
-                        self.startup.over(node.name)
+    def trainer_started(self, message: TrainerStarted) -> None:
+        """An agent has started a trainer, or tried to."""
+        node = self.nodes.of(message.device)
+        if node is not None and node.has_tried_all(message.device):
+            self.startup.over(node.name)
 
     def has_worked(self, node: Node) -> None:
         """A trainer of a node was ready: should its agent end, another one is worth a try."""
@@ -138,23 +140,35 @@ class Agents:
 
     # -- joining ----------------------------------------------------------------------------------
 
-    def _joining(self, joining: AgentJoining) -> None:
+    def joining(self, joining: AgentJoining) -> None:
+        """An agent asks to join; it may have to wait for the name, and asks again then."""
+        since = self._namesakes.pop(joining.agent, None)
+        node = self.nodes.named(joining.node)
         if self._connections.has_ended(joining.agent):  # its successor may be there by now
             self._connections.give_up(joining.agent)
-            return
-        if problem := self._objection(joining):
+        elif problem := self._objection(joining):
             self._refuse(joining, problem)
-            return
-        if self.nodes.named(joining.node) is not None:
-            self._namesake_joining(joining)
-            return
+        elif node is None:
+            self._admit(joining)
+        elif self._connections.has_ended(node.agent):  # which may be unread
+            departure = Departure(node=node.name, cause="its connection ended", is_replaced=True)
+            gone = NodeGone(agent=node.agent, departure=departure)
+            self._connections.give_up(node.agent, gone, joining)
+        else:
+            self._namesake_joining(joining, node, since)
+
+    def _admit(self, joining: AgentJoining) -> None:
         self._failures.pop(joining.node, None)  # of the one before
         devices = self.nodes.numbered(joining)
         self.devices.update({device.index: device for device in devices})
         setup = self._set_up(joining, devices)
         self.nodes.join(joining, devices, is_here=joining.machine == machine())
         self._await(joining.node)
+        self.inbox.put(NoticeDue(node=joining.node))  # if there was one before
         self.tell(joining.agent, setup)
+
+    def _await(self, node: str) -> None:
+        self.startup.started(node, f"The agent of node {node}")
 
     def _objection(self, joining: AgentJoining) -> str:
         """Why a node can't take part, in words, or ""."""
@@ -177,64 +191,74 @@ class Agents:
         self.tell(joining.agent, Refused(problem=problem))
         self._connections.give_up(joining.agent)
 
-    def _namesake_joining(self, joining: AgentJoining) -> None:
-        """The one that is there may be frozen or cut off: its lease tells."""
-        if not self._engine.has_leases:
+    def _namesake_joining(self, joining: AgentJoining, node: Node, since: float | None) -> None:
+        """The one that is there may be frozen or cut off: its lease tells.
+
+        It lives if it gives a sign of life; the last may be as old as the gap between two.
+        """
+        now = time.monotonic()
+        since = now if since is None else since
+        heard = self._connections.last_heard(node.agent)
+        if not self._engine.has_leases or SIGN_EVERY_S < heard - since < math.inf:
             self._refuse(joining, _NAMESAKE.format(name=joining.node))
             return
-        self._namesakes[joining.agent] = joining, self.clock()
-        fleet_logger.info(
-            f"Another node named {joining.node} asks to join: it takes the place of the one that "
-            f"is there, should nothing be heard of that for {LEASE_S:g} s."
-        )
-
-    def _refuse_namesakes(self, agent: str) -> None:
-        """An agent lives: nobody takes its name. A sign may be as old as the gap between two."""
-        node, now = self.nodes.get(agent), self.clock()
-        for joining, since in list(self._namesakes.values()):
-            if node is not None and joining.node == node.name and now - since > SIGN_EVERY_S:
-                del self._namesakes[joining.agent]
-                self._refuse(joining, _NAMESAKE.format(name=node.name))
-
-    def admitted(self) -> list[AgentJoining]:
-        """Those that have waited for the name of a node that is lost; each is told once."""
-        free = [j for j, _ in self._namesakes.values() if self.nodes.named(j.node) is None]
-        for joining in free:
-            del self._namesakes[joining.agent]
-        return free
-
-    def _await(self, node: str) -> None:
-        self.startup.started(node, f"The agent of node {node}")
+        if since == now:
+            fleet_logger.info(
+                f"Another node named {joining.node} asks to join: it takes the place of the one "
+                f"that is there, should nothing be heard of that for {LEASE_S:g} s."
+            )
+        self._namesakes[joining.agent] = since
+        self.inbox.later(SIGN_EVERY_S / 2, joining)
 
     # -- leaving ----------------------------------------------------------------------------------
 
-    def lost(self) -> Iterator[tuple[Node, str, bool]]:
-        """Yield nodes that are lost, why in words, and whether another agent is started there.
+    def failed(self, message: AgentFailed) -> None:
+        """The last words of an agent."""
+        self._failures[message.node] = message.problem
+
+    def cut_off(self, ended: ConnectionEnded) -> None:
+        """The connection of an agent has ended; its engine may be about to say why."""
+        self.inbox.later(CAUSE_LIMIT_S, CutOff(agent=ended.agent))
+
+    def unheard(self, event: CutOff | AgentSilent) -> None:
+        """An agent is not heard of any more, and nobody says why."""
+        if (node := self.nodes.get(event.agent)) is not None:
+            silent = f"nothing was heard of it for {LEASE_S:g} s"
+            cause = silent if isinstance(event, AgentSilent) else "its connection ended"
+            departure = Departure(node=node.name, cause=cause)
+            self._connections.give_up(node.agent, NodeGone(agent=node.agent, departure=departure))
+            self._engine.end(node.name)
+
+    def departs(self, departure: Departure) -> list[NodeLeaving]:
+        """An engine tells that a node is gone, or will be."""
+        node = self.nodes.named(departure.node)
+        if departure.by is not None:
+            self._notices[departure.node] = departure
+            return self.leaving(departure.node)
+        if node is None:
+            self._ended(self._explained(departure))
+        else:
+            gone = NodeGone(agent=node.agent, departure=departure, is_told=True)
+            self._connections.give_up(node.agent, gone)
+        return []
+
+    def gone(self, event: NodeGone) -> tuple[Node | None, str, bool]:
+        """A node is gone; return it if it was there, why, and whether another agent is started.
 
         Raises:
             LaunchError: No agent can work on the last node: it ended before any trainer was
                 ready, by itself, or was killed several times in a row.
         """
-        for departure in self._departures.take():
-            if departure.by is not None:
-                self._notices[departure.node] = departure
-                continue
-            node = self.nodes.named(departure.node)
-            told = self._explained(departure, node)
+        node = self.nodes.get(event.agent)
+        told, is_replaced = self._explained(event.departure), event.departure.is_replaced
+        if event.is_told:
             is_replaced = self._ended(told)
-            if node is not None:
-                yield node, told.cause, is_replaced
-        for node, cause in self.nodes.lost():
-            self._engine.end(node.name)
+        elif node is not None:
             self.startup.over(node.name)
-            told = self._explained(Departure(node=node.name, cause=cause), node)
-            yield node, told.cause, False
+        return node, told.cause, is_replaced
 
-    def _explained(self, departure: Departure, node: Node | None) -> Departure:
-        """With what the agent has said of it, which may not have been read."""
-        for message in self._connections.last_words(node.agent) if node is not None else ():
-            if isinstance(message, AgentFailed):
-                self.note(message)
+    def _explained(self, departure: Departure) -> Departure:
+        """With what the agent has said of it."""
         problem = self._failures.pop(departure.node, "")
         if not problem:
             return departure
@@ -242,32 +266,31 @@ class Agents:
         cause = f"its agent failed ({problem.removesuffix('.')})"
         return replace(departure, cause=cause, exit_code=1)
 
-    def replaced_by(self, joining: AgentJoining) -> Node | None:
-        """The node whose agent is gone, which may be unread, if this one joins in its place."""
-        node = self.nodes.named(joining.node)
-        return node if node is not None and self._connections.has_ended(node.agent) else None
+    def noticed(self, message: NoticeGiven) -> list[NodeLeaving]:
+        """An agent was told that its node will be gone."""
+        if (node := self.nodes.get(message.agent)) is None:
+            return []
+        by, cause = time.time() + message.in_s, "its agent was told so by a SIGTERM"
+        return self.departs(Departure(node=node.name, cause=cause, by=by))
 
-    def leaving(self) -> Iterator[NodeLeaving]:
-        """Yield nodes that will be gone soon; each is told once."""
-        for name, notice in list(self._notices.items()):
-            if (node := self.nodes.named(name)) is None:
-                continue
-            by = notice.by or 0.0
-            node.is_leaving = by - time.time() <= NOTICE_S  # its time limit may have changed
-            if node.is_leaving:
-                del self._notices[name]
-                at = time.strftime("%H:%M:%S", time.localtime(by))
-                yield NodeLeaving(
-                    text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
-                    devices=tuple(device.index for device in node.devices),
-                )
-
-    def waits_s(self) -> list[float]:
-        """Seconds until the next look at what no message tells of, if there is anything."""
-        now, there = time.time(), {node.name for node in self.nodes}
-        notices = (notice for name, notice in self._notices.items() if name in there)
-        waits = [max(0.0, (notice.by or 0.0) - NOTICE_S - now) for notice in notices]
-        return [*waits, *self.startup.waits_s(), *self.nodes.waits_s()]
+    def leaving(self, name: str) -> list[NodeLeaving]:
+        """Return a node that will be gone soon; each is told once."""
+        notice, node = self._notices.get(name), self.nodes.named(name)
+        if notice is None or notice.by is None or node is None:
+            return []
+        left_s = notice.by - NOTICE_S - time.time()
+        node.is_leaving = left_s <= 0  # its time limit may have changed
+        if not node.is_leaving:
+            self.inbox.later(left_s, NoticeDue(node=name))
+            return []
+        del self._notices[name]
+        at = time.strftime("%H:%M:%S", time.localtime(notice.by))
+        return [
+            NodeLeaving(
+                text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
+                devices=tuple(device.index for device in node.devices),
+            )
+        ]
 
     def _ended(self, departure: Departure) -> bool:
         """An agent has ended; return whether another one is expected in its place."""
@@ -314,14 +337,13 @@ class Agents:
             self._engine.want(nodes)
 
     def forget(self, node: Node) -> None:
-        """A node has left: nothing more is heard of it, and its notice is none of the next."""
+        """A node has left; its notice is none of the next."""
         self._notices.pop(node.name, None)
-        self._connections.give_up(node.agent)
         self.nodes.leave(node)
         self.startup.forget_trainers(node.agent)
 
     def end(self, name: str, why: str = "") -> None:
-        """End the agent of a node; `lost` tells when it has, be it out of the engine's reach."""
+        """End the agent of a node, whose end is heard of, be it out of the engine's reach."""
         if why:
             self._why_ended[name] = why
         self._engine.end(name)

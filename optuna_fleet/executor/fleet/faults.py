@@ -1,4 +1,4 @@
-"""Which devices and nodes keep failing, and that nothing is started there any more."""
+"""Which devices and nodes keep failing; what is late is killed, what fails too often left out."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.processes import state_in_words
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.wire.node_messages import LeaveOut
+from optuna_fleet.wire.node_messages import KillTrainer, LeaveOut, ProcessId
 
 if TYPE_CHECKING:  # they need what is counted here
     from optuna_fleet.executor.fleet.agents import Agents
-    from optuna_fleet.executor.fleet.trainers import Trainers
+    from optuna_fleet.executor.fleet.nodes import StartLate
+    from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
 
 _MAX_IN_A_ROW = 3
+_LOOK_AGAIN_S = 1.0
 
 MAX_TRIALS_LOST = 3
 """So many losses in a row, while another node makes progress, are the node's doing."""
@@ -55,7 +58,7 @@ class DeviceFaults:
 
 @dataclass(slots=True)
 class Exclusion:
-    """Leaves out devices and nodes that keep failing: nothing is started there any more."""
+    """Ends what is late; has nothing started any more where it keeps failing."""
 
     _faults: DeviceFaults
     _agents: Agents
@@ -100,6 +103,32 @@ class Exclusion:
         for device in devices:
             self._end_trainers(device)
         return devices
+
+    def end_late(self, late: StartLate) -> None:
+        """Kill what was started and is not ready: because it is stopped, say."""
+        if not self._agents.startup.is_late(late):
+            return
+        process = late.process
+        state = state_in_words(self._agents.nodes.pid_of(process))
+        problem = late.problem + (f" ({state})" if state else "")
+        fleet_logger.warning(f"{problem}; it is killed, to be replaced by another one.")
+        if isinstance(process, ProcessId):
+            self.kill(self._trainers.device_of(process), process)
+        else:
+            self._agents.end(process, problem)
+
+    def kill(self, device: int, process: ProcessId) -> None:
+        """Kill a trainer; its successor announces itself."""
+        self._trainers.kill(device, process)
+        self._agents.tell(process.agent, KillTrainer(pid=process.pid))
+
+    def end_stopped_agent(self, late: KillLate) -> None:
+        """Kill an agent that does not do what it was told to, because it is stopped."""
+        node = self._agents.nodes.get(late.process.agent)
+        if node is not None and self._trainers.lingers(late.process):
+            if state_in_words(node.pid):
+                self._agents.end(node.name)
+            self._agents.inbox.later(_LOOK_AGAIN_S, late)
 
     def _end_trainers(self, device: int) -> None:
         if (process := self._trainers.process_on(device)) is not None:

@@ -1,20 +1,27 @@
-"""Where agents and trainers knock: lets in who has the sweep's certificate, and nobody else.
+"""Where agents and trainers knock, and the one thread that waits for sockets and for times.
 
-One thread, however many strangers come. What a stranger gets of this process is a descriptor for
-a while, and the memory of a handshake, for which OpenSSL has a limit.
+Whoever has the sweep's certificate gets in, and nobody else, however many strangers come. What a
+stranger gets of this process is a descriptor for a while, and the memory of a handshake, for
+which OpenSSL has a limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import selectors
+import heapq
+import itertools
+import os
+import select
 import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.wire.channel import HANDSHAKE_LIMIT_S, HELLO, Channel
@@ -37,12 +44,16 @@ class _Applicant:
 
 
 class Listener:
-    """Accepts authenticated connections on a background thread.
+    """Accepts authenticated connections on a background thread, which watches others too.
+
+    All that is given to it is called on that thread, and must not block.
 
     Args:
         host: Address to bind; None for all.
-        on_connect: Called on a background thread with each authenticated channel.
-        on_refusal: Called there with a sentence when strangers came; at most once a minute.
+        on_connect: Called with each authenticated channel.
+        on_refusal: Called with a sentence when strangers came; at most once a minute.
+        on_turn: Called after each look at the sockets, with all done that they had for it.
+        on_failure: Called when anything of this has failed: that is the end of it.
 
     Raises:
         FleetConfigError: The address can't be bound.
@@ -54,83 +65,126 @@ class Listener:
         credentials: bytes,
         on_connect: Callable[[Channel], None],
         on_refusal: Callable[[str], None] = lambda text: None,
+        on_turn: Callable[[], None] = lambda: None,
+        on_failure: Callable[[Exception], None] | None = None,
         *,
         port: int = 0,
     ) -> None:
         self._context = tls_context(credentials, is_server=True)
         self._on_connect = on_connect
         self._on_refusal = on_refusal
-        self._closed = threading.Event()
+        self._on_turn = on_turn
+        self._on_failure = on_failure
+        self._is_closed = False
         self._applicants: list[_Applicant] = []  # the oldest first
-        self._is_pausing = False
         self._num_refused = 0
         self._refused = ""
-        self._quiet_until = 0.0
+        self._is_quiet = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._times: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._handlers: dict[int, Callable[[int], None]] = {}
         self._socket = _bound(host, port)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(
-            target=self._serve, name="optuna-fleet-accept", daemon=True
-        )
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.now = time.monotonic()
+        self.watch(self._wake, select.EPOLLIN, self._heed)
+        self._resume()
+        self._thread = threading.Thread(target=self._run, name="optuna-fleet-sockets", daemon=True)
         self._thread.start()
 
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Have something called on the thread; of any thread, or a signal handler."""
+        if not self._is_closed:
+            self._calls.append(partial(function, *arguments))
+            os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
-        """Accept no more connections."""
-        self._closed.set()
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        """Accept no more connections, and watch nothing."""
+        self.call(self._end)
         self._thread.join()
+        for applicant in self._applicants:
+            applicant.sock.close()
         self._socket.close()
+        self._poll.close()
+        os.close(self._wake)
 
     # -- on the thread ----------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            for key, _ in self._selector.select(self._patience_s()):
-                if key.data is None:
-                    self._accept()
-                elif key.data in self._applicants:  # not crowded out a moment ago
-                    self._hear(key.data)
-            now = time.monotonic()
-            while self._applicants and self._applicants[0].deadline <= now:
-                self._refuse(self._applicants[0], "did not prove itself in time")
-            if self._is_pausing and not self._is_full():
-                self._is_pausing = False
-                self._selector.register(self._socket, selectors.EVENT_READ, None)
-            if self._num_refused and self._quiet_until <= now:
-                self._report(now)
-        for applicant in self._applicants:
-            applicant.sock.close()
-        self._selector.close()
+    def watch(self, number: int, events: int, handler: Callable[[int], None]) -> None:
+        """Call a handler, with the events, whenever a descriptor has one of these."""
+        change = self._poll.modify if number in self._handlers else self._poll.register
+        self._handlers[number] = handler
+        change(number, events)
 
-    def _patience_s(self) -> float | None:
-        times = [applicant.deadline for applicant in self._applicants[:1]]
-        if self._num_refused:
-            times.append(self._quiet_until)
-        if self._is_pausing:
-            times.append(times[0] - HANDSHAKE_LIMIT_S + _TURN_S)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+    def unwatch(self, number: int) -> None:
+        """Watch it no more; to be called before it is closed."""
+        if self._handlers.pop(number, None) is not None:
+            self._poll.unregister(number)
 
-    def _is_full(self) -> bool:
-        """Whether all have come just now, as when a large fleet starts."""
-        if len(self._applicants) < _MAX_APPLICANTS:
-            return False
-        return self._applicants[0].deadline - time.monotonic() > HANDSHAKE_LIMIT_S - _TURN_S
+    def later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call something so many seconds from now, when all is read that had come by then."""
+        due = time.monotonic() + seconds
+        call: Callable[[], None] = partial(function, *arguments)
+        heapq.heappush(self._times, (due, next(self._order), call))
 
-    def _accept(self) -> None:
-        if self._is_full():  # who comes waits in the kernel's queue
-            self._is_pausing = True
-            self._selector.unregister(self._socket)
-            return
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._take_turn()
+        except Exception as error:
+            if self._on_failure is None:
+                raise
+            self._on_failure(error)
+
+    def _take_turn(self) -> None:
+        # What is due now is done after all was read that is there now: so those who were not
+        # heard of in time did say nothing, however long this process was stopped.
+        self.now = now = time.monotonic()
+        wait_s = max(0.0, self._times[0][0] - now) if self._times else None
+        for number, events in self._poll.poll(wait_s):
+            if (handler := self._handlers.get(number)) is not None:
+                handler(events)
+        self._on_turn()
+        if self._times and self._times[0][0] <= now:
+            while self._times and self._times[0][0] <= now:
+                heapq.heappop(self._times)[2]()
+            self._on_turn()
+
+    def _heed(self, events: int) -> None:
+        os.eventfd_read(self._wake)
+        while self._calls:
+            self._calls.popleft()()
+
+    def _end(self) -> None:
+        self._is_closed = True
+
+    # -- who knocks -------------------------------------------------------------------------------
+
+    def _pause(self, seconds: float) -> None:
+        """Accept nobody for a while; who comes waits in the kernel's queue."""
+        self.unwatch(self._socket.fileno())
+        self.later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self.watch(self._socket.fileno(), select.EPOLLIN, self._accept)
+
+    def _accept(self, events: int) -> None:
+        if len(self._applicants) >= _MAX_APPLICANTS:
+            left_s = self._applicants[0].deadline - time.monotonic() - HANDSHAKE_LIMIT_S + _TURN_S
+            if left_s > 0:  # all have come just now, as when a large fleet starts
+                self._pause(left_s)
+                return
         try:
             sock, address = self._socket.accept()
         except BlockingIOError:
             return  # it went away again
-        except OSError:
-            # Closed, or out of file descriptors, which may pass.
-            if not self._closed.wait(_RETRY_S) and self._applicants:
+        except OSError:  # out of file descriptors, which may pass
+            if self._applicants:
                 self._refuse(self._applicants[0], "was in the way: too many files are open")
+            self._pause(_RETRY_S)
             return
         if len(self._applicants) >= _MAX_APPLICANTS:
             self._refuse(self._applicants[0], "was one of too many at once")
@@ -148,9 +202,17 @@ class Listener:
         deadline = time.monotonic() + HANDSHAKE_LIMIT_S
         applicant = _Applicant(sock=tls, address=address, deadline=deadline)
         self._applicants.append(applicant)
-        self._selector.register(tls, selectors.EVENT_READ, applicant)
+        if len(self._applicants) == 1:
+            self.later(HANDSHAKE_LIMIT_S, self._refuse_late)
+        self.watch(tls.fileno(), select.EPOLLIN, partial(self._hear, applicant))
 
-    def _hear(self, applicant: _Applicant) -> None:
+    def _refuse_late(self) -> None:
+        while self._applicants and self._applicants[0].deadline <= self.now:
+            self._refuse(self._applicants[0], "did not prove itself in time")
+        if self._applicants:
+            self.later(self._applicants[0].deadline - time.monotonic(), self._refuse_late)
+
+    def _hear(self, applicant: _Applicant, events: int) -> None:
         try:
             applicant.sock.do_handshake()
             channel = Channel(applicant.sock)
@@ -170,14 +232,21 @@ class Listener:
 
     def _note_refusal(self, text: str) -> None:
         self._num_refused, self._refused = self._num_refused + 1, text
+        if not self._is_quiet:
+            self._report()
 
     def _forget(self, applicant: _Applicant) -> None:
         self._applicants.remove(applicant)
-        self._selector.unregister(applicant.sock)
+        self.unwatch(applicant.sock.fileno())
+        self._resume()  # there is a place again
 
-    def _report(self, now: float) -> None:
+    def _report(self) -> None:
+        self._is_quiet = self._num_refused > 0
+        if not self._is_quiet:
+            return
         others = f", and {self._num_refused - 1} before it" if self._num_refused > 1 else ""
-        self._quiet_until, self._num_refused = now + _QUIET_S, 0
+        self._num_refused = 0
+        self.later(_QUIET_S, self._report)
         self._on_refusal(
             f"A stranger was refused on the control channel: {self._refused}{others}. The sweep "
             f"goes on; further ones are reported after {_QUIET_S:g} s."

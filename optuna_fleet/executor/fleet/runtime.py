@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ from optuna_fleet.checkpoints.store import private_folder, remove_all
 from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
-from optuna_fleet.executor.cluster.engine import Engine
-from optuna_fleet.executor.fleet.agents import Agents
-from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.departures import Departures, Readable
+from optuna_fleet.executor.cluster.engine import Departure, Engine
+from optuna_fleet.executor.fleet.agents import Agents, CutOff, NodeGone, NoticeDue
+from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
-from optuna_fleet.executor.fleet.nodes import Node, Nodes
+from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
-from optuna_fleet.executor.fleet.trainers import Trainers
+from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -35,13 +34,14 @@ from optuna_fleet.resources import Fleet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.messages import Ended, TrainerReady, TrainerUnfit
 from optuna_fleet.wire.node_messages import (
+    AgentFailed,
     AgentJoining,
     ChunksShared,
-    KillTrainer,
+    ConnectionEnded,
     NodeLost,
+    NoticeGiven,
     OpenStore,
     PipelineReport,
-    ProcessId,
     ReportPipeline,
     StoreLost,
     StoreReady,
@@ -57,6 +57,7 @@ class Runtime:
     """The running fleet of one executor.
 
     Attributes:
+        inbox: Whatever happens; a call takes it from there, and has `heard` say what it means.
         profiles: Measured training rates by model structure; they serve later calls too.
         rendezvous: The store where the ranks of a trial find each other.
         faults: Which devices are left out; `exclusion` leaves them out.
@@ -83,91 +84,101 @@ class Runtime:
         self._secret = secrets.token_hex()
         self.reports = PipelineReports()
         self.connections = Connections(engine.host, engine.port)
+        self.inbox = self.connections.inbox
         self._setups = setups
         if not self._keeps_checkpoints:
             setups.private_folder = str(self._checkpoint_dir)
         self._transfer_server = TransferServer(self._checkpoint_dir, self._setups.data_sets)
         self.connections.on_transfer = self._transfer_server.serve
-        self._departures = Departures()
         try:
             self.agents = Agents(
-                *(engine, self._departures, self.connections, self.faults, self._setups.of),
+                *(engine, self.connections, self.faults, self._setups.of),
                 start_s=limits.start_s,
             )
         except BaseException:
             self.connections.close()
             engine.close()
-            self._departures.close()
             self._remove_private_folder()
             raise
-        self.trainers = Trainers(self.agents.devices)
+        self.trainers = Trainers(self.agents.devices, self.inbox)
         self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
         exchange = setups.pipeline.exchange if setups.pipeline else "local"
         self.sharing = ChunkSharing(exchange, self.agents.tell)
+        self._takes = self._by_type()
 
     @property
     def nodes(self) -> Nodes:
         """Those that are there."""
         return self.agents.nodes
 
-    # -- messages ---------------------------------------------------------------------------------
+    # -- what happens -----------------------------------------------------------------------------
 
-    def messages(self, waits_s: Iterable[float], *others: Readable) -> Iterator[Any]:
-        """Wait for messages, no longer than any of these; what is about processes is noted."""
-        for node, cause, is_replaced in self.agents.lost():
-            yield from self._lose(node, cause, is_replaced=is_replaced)
-        for joining in self.agents.admitted():
-            self._note(joining)
-        yield from self.agents.leaving()
-        self._end_stopped_agents()
-        self._end_late()
-        timeout_s = min([*waits_s, *self._waits_s()], default=None)
-        for message in self.connections.messages(timeout_s, self._departures, *others):
-            if isinstance(message, AgentJoining) and (gone := self.agents.replaced_by(message)):
-                yield from self._lose(gone, "its connection ended", is_replaced=True)
-            self._note(message)
-            yield message
+    def heard(self, event: Any) -> Sequence[Any]:
+        """Take what came in, and return what a call is to know of it, in order.
 
-    def _note(self, message: Any) -> None:
-        self.agents.note(message)
-        match message:  # what a dead agent said is read after its death, and void
-            case TrainerStarted():
-                self._trainer_started(message)
-            case TrainerUnfit() if self.nodes.get(message.process.agent):
-                self.agents.startup.over(message.process)
-                self.trainers.retire(message.device, message.process)
-                self.exclusion.device_failed(message.device, message.problem)
-            case TrainerReady() | TrainerExited():
-                self.agents.startup.over(message.process)
-            case StoreReady():
-                self.rendezvous.ready(message)
-            case StoreLost():
-                self.rendezvous.lost(message)
-            case PipelineReport():
-                self.reports.take(message)
-            case AgentJoining() if self.nodes.get(message.agent):
-                self.sharing.joined(message.agent)
-            case ChunksShared() if self.nodes.get(message.peer.agent):
-                self.sharing.ready(message.peer)
+        Raises:
+            LaunchError: There is no device left.
+        """
+        take = self._takes.get(type(event))
+        return (event,) if take is None else take(event) or ()
 
-    def _waits_s(self) -> list[float]:
-        now = time.monotonic()
-        kills = [due - now for due, _ in self.trainers.kills_due() if due > now]
-        return [*kills, *self.agents.waits_s()]
+    def _by_type(self) -> dict[type, Callable[[Any], Sequence[Any] | None]]:
+        """Who takes what; all else is of a call."""
+        agents = self.agents
+        return {
+            type(None): lambda nothing: None,
+            str: fleet_logger.warning,
+            Departure: agents.departs,
+            NodeGone: self._lose,
+            AgentSilent: agents.unheard,
+            CutOff: agents.unheard,
+            ConnectionEnded: agents.cut_off,
+            AgentFailed: agents.failed,
+            NoticeGiven: agents.noticed,
+            NoticeDue: lambda due: agents.leaving(due.node),
+            StartLate: self.exclusion.end_late,
+            KillLate: self.exclusion.end_stopped_agent,
+            AgentJoining: self._joining,
+            TrainerStarted: self._trainer_started,
+            TrainerUnfit: self._trainer_unfit,
+            TrainerReady: self._trainer_changed,
+            TrainerExited: self._trainer_changed,
+            StoreReady: self._store_ready,
+            StoreLost: self.rendezvous.lost,
+            PipelineReport: self._reported,
+            ChunksShared: self._shares,
+        }
+
+    def _store_ready(self, message: StoreReady) -> Sequence[StoreReady]:
+        self.rendezvous.ready(message)
+        return (message,)
+
+    def _reported(self, message: PipelineReport) -> Sequence[PipelineReport]:
+        self.reports.take(message)
+        return (message,)
+
+    def _shares(self, message: ChunksShared) -> None:
+        if self.nodes.get(message.peer.agent):  # what a dead agent has said is void
+            self.sharing.ready(message.peer)
 
     # -- nodes ------------------------------------------------------------------------------------
 
-    def _lose(self, node: Node, cause: str, *, is_replaced: bool) -> Iterator[Any]:
-        """Yield the last words of a node's trainers, then that they are dead, and why."""
-        for process in self.trainers.live.values():
-            if process.agent == node.agent:
-                yield from self.connections.last_words(process)
+    def _joining(self, message: AgentJoining) -> None:
+        self.agents.joining(message)
+        if self.nodes.get(message.agent):
+            self.sharing.joined(message.agent)
+
+    def _lose(self, event: NodeGone) -> Sequence[NodeLost]:
+        """A node is gone: its trainers are dead, and why."""
+        node, cause, is_replaced = self.agents.gone(event)
+        if node is None:
+            return ()
         self.agents.forget(node)
         self.sharing.left(node.agent)
         dead = self.trainers.node_lost(node.agent)
         self.trainers.have_served.difference_update(device.index for device in node.devices)
         self.reports.node_lost(node.agent)
-        yield NodeLost(
+        lost = NodeLost(
             text=(
                 f"Node {node.name} was lost: {cause}"
                 + ("; another agent was started there." if is_replaced else ".")
@@ -177,10 +188,12 @@ class Runtime:
             is_replaced=is_replaced,
             had_store=self.rendezvous.node_lost(node.agent),
         )
+        return (lost,)
 
     # -- trainers ---------------------------------------------------------------------------------
 
     def _trainer_started(self, message: TrainerStarted) -> None:
+        self.agents.trainer_started(message)
         name = f"The trainer of device {message.device}"
         if message.process is None:
             text = "can't be started, and is tried again later: are `ulimit -n` and `-u` too low?"
@@ -188,24 +201,15 @@ class Runtime:
         elif self.trainers.started(message.device, message.process):
             self.agents.startup.started(message.process, name)
 
-    def _end_late(self) -> None:
-        """Kill what was started and is not ready: because it is stopped, say."""
-        for late, problem in self.agents.startup.late():
-            state = state_in_words(self.nodes.pid_of(late))
-            problem += f" ({state})" if state else ""
-            fleet_logger.warning(f"{problem}; it is killed, to be replaced by another one.")
-            if isinstance(late, ProcessId):
-                self._kill(self.trainers.device_of(late), late)
-            else:
-                self.agents.end(late, problem)
+    def _trainer_unfit(self, message: TrainerUnfit) -> None:
+        if self.nodes.get(message.process.agent):
+            self.agents.startup.over(message.process)
+            self.trainers.retire(message.device, message.process)
+            self.exclusion.device_failed(message.device, message.problem)
 
-    def _end_stopped_agents(self) -> None:
-        """Kill agents that do not do what they were told to, because they are stopped."""
-        now = time.monotonic()
-        for process in {process for due, process in self.trainers.kills_due() if now >= due}:
-            node = self.nodes.get(process.agent)
-            if node is not None and state_in_words(node.pid):
-                self.agents.end(node.name)
+    def _trainer_changed(self, message: TrainerReady | TrainerExited) -> Sequence[Any]:
+        self.agents.startup.over(message.process)
+        return (message,)
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
@@ -264,11 +268,7 @@ class Runtime:
     def kill(self, device: int) -> None:
         """Kill the trainer of a device; its successor announces itself."""
         if (process := self.trainers.process_on(device)) is not None:
-            self._kill(device, process)
-
-    def _kill(self, device: int, process: ProcessId) -> None:
-        self.trainers.kill(device, process)
-        self.agents.tell(process.agent, KillTrainer(pid=process.pid))
+            self.exclusion.kill(device, process)
 
     @property
     def are_starting(self) -> bool:
@@ -354,7 +354,7 @@ class Runtime:
         while not is_so():
             if (left_s := deadline - time.monotonic()) <= 0:
                 return False
-            for message in self.messages([left_s]):
+            for message in self.heard(self.inbox.get(left_s)):
                 for heard in (message, *getattr(message, "exits", ())):  # of a lost node
                     if isinstance(heard, TrainerReady | TrainerExited):
                         self.device_events(heard)
@@ -383,7 +383,6 @@ class Runtime:
         if self.is_ours:
             self.allocator.close()
             self.agents.close()
-            self._departures.close()
             self._transfer_server.close()
             self._setups.close()
             self._remove_private_folder()

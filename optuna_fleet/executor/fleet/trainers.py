@@ -1,15 +1,16 @@
-"""The life of the trainer processes, by what is heard of them. Pure but for its clock.
+"""The life of the trainer processes, by what is heard of them. Pure.
 
-A trainer and its agent say what they say on channels of their own: what one of them says may be
-heard before what the other said earlier.
+A trainer and its agent say what they say on channels of their own. What a trainer has said comes
+before the news of its death, but it may have said it before it is known to be started; and where
+it connects as it dies, after that news.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
@@ -58,6 +59,21 @@ class _Trainer:
         self.status = status
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillLate:
+    """A trainer that is killed should be gone by now."""
+
+    process: ProcessId
+
+
+class Timers(Protocol):
+    """What an `Inbox` does with time."""
+
+    def later(self, seconds: float, event: Any) -> None:
+        """See `Inbox`."""
+        ...
+
+
 class Trainers:
     """Those of all devices. Each device has at most one that has joined.
 
@@ -65,14 +81,12 @@ class Trainers:
         have_served: Devices on which one has joined since their node has.
     """
 
-    def __init__(
-        self, devices: Mapping[int, Device], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, devices: Mapping[int, Device], inbox: Timers) -> None:
         self._devices = devices
-        self._clock = clock
+        self._inbox = inbox
         self._on: dict[int, dict[ProcessId, _Trainer]] = {}
         self._failed_starts: dict[int, int] = {}
-        self._kills_due: dict[ProcessId, float] = {}
+        self._dying: set[ProcessId] = set()
         self.have_served: set[int] = set()
 
     # -- what is so -------------------------------------------------------------------------------
@@ -112,9 +126,9 @@ class Trainers:
         """Whether one has joined that is not killed."""
         return self._joined(device) is not None and not self.is_killed(device)
 
-    def kills_due(self) -> list[tuple[float, ProcessId]]:
-        """By when those that are killed should be gone, by the clock."""
-        return [(due, process) for process, due in self._kills_due.items()]
+    def lingers(self, process: ProcessId) -> bool:
+        """Whether one that is killed is not known to be gone."""
+        return process in self._dying
 
     # -- what happens -----------------------------------------------------------------------------
 
@@ -144,11 +158,12 @@ class Trainers:
         return [DeviceJoined(device=self._devices[device])]
 
     def kill(self, device: int, process: ProcessId) -> None:
-        """One is killed: because it is not ready in time, or while it serves."""
+        """One is killed, because it is not ready in time, or while it serves: `KillLate` comes."""
         trainer = self._get(device, process)
         if trainer.status in (_S.STARTING, _S.SERVING):
             trainer.become(_S.OVERDUE if trainer.status is _S.STARTING else _S.KILLED)
-        self._kills_due[process] = self._clock() + _KILL_LIMIT_S
+        self._dying.add(process)
+        self._inbox.later(_KILL_LIMIT_S, KillLate(process=process))
 
     def retire(self, device: int, process: ProcessId) -> list[Event]:
         """One has said that it ends, which the controller knows; its successor may be there."""
@@ -175,7 +190,7 @@ class Trainers:
         had_joined, is_killed = trainer.status in _JOINED, trainer.status is _S.KILLED
         if trainer.status in (_S.STARTING, _S.OVERDUE):
             trainer.become(_S.UNHEARD)
-            self._kills_due.pop(process, None)
+            self._dying.discard(process)
             self._count_failed_start(device, cause)
             return []
         was_ready = trainer.status is not _S.SUCCESSOR
@@ -188,7 +203,7 @@ class Trainers:
 
     def _end(self, trainer: _Trainer) -> None:
         trainer.become(_S.GONE)
-        self._kills_due.pop(trainer.process, None)
+        self._dying.discard(trainer.process)
         del self._on[trainer.device][trainer.process]
 
     def _count_failed_start(self, device: int, cause: str) -> None:
@@ -202,7 +217,7 @@ class Trainers:
     def node_lost(self, agent: str) -> dict[int, ProcessId]:
         """All of this agent are dead; return those whose ends are still to be told."""
         for trainer in [t for t in self._all() if t.process.agent == agent]:
-            self._kills_due.pop(trainer.process, None)
+            self._dying.discard(trainer.process)
             if trainer.status not in _JOINED:
                 del self._on[trainer.device][trainer.process]
         return {device: process for device, process in self.live.items() if process.agent == agent}

@@ -66,17 +66,13 @@ class Follower(Callback):
         """See `Logged.check_data`."""
         self._logged.check_data(trainer)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Logged.check_data`."""
-        self._logged.check_data(trainer)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Logged.merge`."""
         self._logged.merge(trainer)
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Logged.merge`."""
-        self._logged.merge(trainer)
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Logged.merge`."""

@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.integrations import fleet_trial
 from optuna_fleet.integrations.lightning.follower import Follower
 from optuna_fleet.integrations.lightning.progress import Progress
 from optuna_fleet.trainer.gradients.collectives import gather, of_first_rank
 from optuna_fleet.trainer.groups import group_size, wire_device
-from optuna_fleet.trainer.trial import FleetTrial
 
 if TYPE_CHECKING:
     import optuna
@@ -61,12 +61,7 @@ class FleetStrategy(Strategy):
         max_devices: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(trial, FleetTrial):
-            raise FleetConfigError(
-                f"FleetStrategy was given a `{type(trial).__name__}`, but takes the trial of an "
-                "objective that runs on a fleet: study.optimize(..., executor=FleetExecutor(...))."
-            )
-        self._trial = trial
+        self._trial = fleet_trial(trial, type(self).__name__)
         self._bounds: dict[str, Any] = {"min_devices": min_devices, "max_devices": max_devices}
         self._has_model = False
         self._is_alone = False

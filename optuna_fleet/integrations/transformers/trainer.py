@@ -12,10 +12,10 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.integrations import fleet_trial
 from optuna_fleet.integrations.transformers.arguments import arguments_of, check_arguments
 from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged, Part
 from optuna_fleet.integrations.transformers.progress import Progress
-from optuna_fleet.trainer.trial import FleetTrial
 
 _Base: Any = object if not TYPE_CHECKING else Trainer
 
@@ -64,25 +64,19 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         max_devices: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(trial, FleetTrial):
-            raise FleetConfigError(
-                f"{type(self).__name__} was given a `{type(trial).__name__}`, but takes the trial "
-                "of an objective that runs on a fleet: study.optimize(..., "
-                "executor=FleetExecutor(...))."
-            )
+        self.fleet_trial = fleet_trial(trial, type(self).__name__)
         if kwargs.get("data_collator") is not None:
             raise FleetConfigError(
                 "`data_collator` was given to a Trainer on a fleet, but batches are made by the "
                 "pipeline: SharedPipeline(..., collate_fn=...)."
             )
-        self.fleet_trial = trial
         self._bounds: dict[str, Any] = {"min_devices": min_devices, "max_devices": max_devices}
         self._epochs: Iterator[int] = iter(())
         self._parts: deque[Part] = deque()
         self._num_evaluated: Any = None
         super().__init__(*args, **kwargs)
-        check_arguments(self.args, trial)
-        self.args = arguments_of(self.args, trial.rank)
+        check_arguments(self.args, self.fleet_trial)
+        self.args = arguments_of(self.args, self.fleet_trial.rank)
         self.callback_handler.callbacks.insert(0, _Follower(self))
 
     def weighted(self, loss: torch.Tensor, num_items: Any) -> torch.Tensor:

@@ -78,17 +78,23 @@ def write(row: torch.Tensor, value: Any) -> None:
     if isinstance(value, np.ndarray):  # by NumPy, as torch warns about arrays not writable
         np.copyto(row.numpy(), value)
     else:
-        row.copy_(value.detach().as_subclass(torch.Tensor))
+        row.copy_(_bare(value))
 
 
 def joined(column: Column, values: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Returns the bytes of small leaves, in the order of the samples."""
     if column.kind == "tensor":
-        return raw_bytes(torch.stack([v.detach().as_subclass(torch.Tensor) for v in values]))
+        return raw_bytes(torch.stack([_bare(value) for value in values]))
     if column.kind == "array":
         stacked: np.ndarray[Any, Any] = np.stack(values)
         return stacked.reshape(-1).view(np.uint8)
     return raw_bytes(default_collate(list(values)))
+
+
+def _bare(value: torch.Tensor) -> torch.Tensor:
+    """Without gradient and subclass; within a mode torch 2.4 makes no subclass that it is."""
+    bare = value.detach()
+    return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -139,7 +139,7 @@ def _check_loadable(file: MemoryFile) -> None:
     try:
         try:
             unpacked(file, "meta")  # reads no numbers
-        except RuntimeError:  # sparse tensors need theirs
+        except (RuntimeError, pickle.UnpicklingError):  # sparse tensors need theirs
             unpacked(file)
     except pickle.UnpicklingError as error:
         why = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]

@@ -10,8 +10,14 @@ from enum import Enum
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState, calls_of
-from optuna_fleet.sampler_bridge.records import DeviceSpan, device_spans_of, flights_of
+from optuna_fleet.sampler_bridge.records import (
+    CallState,
+    DeviceSpan,
+    RunState,
+    calls_of,
+    device_spans_of,
+    flights_of,
+)
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 
 _NUM_RECENT = 8
