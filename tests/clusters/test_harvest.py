@@ -73,33 +73,6 @@ def test_pilots_that_nobody_uses_are_cancelled_with_notice(
         hub.wait_for(lambda: len(hub.nodes()) == 1)
 
 
-def test_preempted_pilots_get_notice_and_come_back(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, max_nodes=4) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 4)
-        first = {agent.told["SLURM_JOB_ID"] for agent in hub.agents}
-        preemptor = slurm.submit("sleep 1000", "--partition=high", "--nodes=2", "--exclusive")
-        hub.wait_for(lambda: sum(agent.noticed for agent in hub.agents) == 2)
-        taken = [agent for agent in hub.agents if agent.noticed]
-        for agent in taken:
-            agent.end(0)  # it leaves; its pilot is thus not requeued
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        slurm.wait_for(lambda: slurm.queue()[preemptor] == "RUNNING")
-        slurm.run("scancel", preemptor)
-        hub.wait_for(lambda: len(hub.nodes()) == 4)
-        assert {agent.told["SLURM_JOB_ID"] for agent in hub.agents} != first
-
-
-def test_requeued_pilots_come_back_by_themselves(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, max_nodes=1) as hub:
-        node = joined_and_seen(hub, slurm)
-        job = hub.agents[0].told["SLURM_JOB_ID"]
-        blocker = slurm.submit("sleep 1000", "--partition=high", "--nodes=3", "--exclusive")
-        slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")
-        slurm.run("scontrol", "requeue", job)
-        hub.wait_for(lambda: hub.gone() == [node])
-        hub.wait_for(lambda: [a.told.get("SLURM_JOB_ID") for a in hub.agents] == [job])
-
-
 def test_a_pilot_whose_node_crashes_is_requeued(slurm: SlurmLab, tmp_path: Path) -> None:
     with hub_of(tmp_path, max_nodes=1) as hub:
         node = joined_and_seen(hub, slurm)

@@ -147,19 +147,3 @@ def test_slurm_tells_it_of_its_time_limit(slurm: SlurmLab) -> None:
     job = submitted(slurm, "--time=1", "--notice=59")
     slurm.wait_for(lambda: state_of(slurm, job) == "FAILED")
     assert "goes on with: sbatch sweep.sbatch" in Path("out").read_text()
-
-
-def test_a_job_that_is_cancelled_is_not_requeued(slurm: SlurmLab) -> None:
-    job = submitted(slurm, "--requeue")
-    slurm.wait_for(begun)
-    slurm.run("scancel", job)
-    slurm.wait_for(lambda: state_of(slurm, job) == "CANCELLED")
-    assert "requeued" not in Path("out").read_text()
-
-
-def test_a_preempted_job_is_requeued(slurm: SlurmLab) -> None:
-    job = submitted(slurm, "--requeue", "--partition=low", "--nodes=4", "--exclusive")
-    slurm.wait_for(begun)
-    preemptor = slurm.submit("true", "--partition=high", "--nodes=4", "--exclusive")
-    slurm.wait_for(lambda: state_of(slurm, preemptor) == "COMPLETED")
-    slurm.wait_for(lambda: state_of(slurm, job) == "COMPLETED")
