@@ -36,7 +36,7 @@ from emulated import Pace
 
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
-from optuna_fleet.executor.cluster.agent.main import run_agent
+from optuna_fleet.executor.cluster.agent.entry import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox
 from optuna_fleet.policies import Own
@@ -377,7 +377,7 @@ def main() -> None:
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=list(POLICIES))
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    agent = "optuna_fleet.executor.cluster.agent.main"
+    agent = "optuna_fleet.executor.cluster.agent.entry"
     AGENTS.set_forkserver_preload(["__main__", agent, *modules_to_preload()])
     harvest = harvest_of(options)
     piece = harvest.piece

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from optuna_fleet.preflight.standalone import Checker
+from optuna_fleet.preflight.checker import Checker
 from tests.preflight.cases_good import GOOD
 from tests.preflight.cases_wrong import WRONG
 from tests.preflight.table import VERDICTS, pipeline

@@ -28,7 +28,7 @@ from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
 from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
-from optuna_fleet.images.parts import take_apart
+from optuna_fleet.images.compose_parts import take_apart
 from optuna_fleet.options import Checkpoints, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall

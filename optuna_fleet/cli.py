@@ -16,7 +16,7 @@ from optuna_fleet import __version__
 from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.checkpoints.store import holder_of
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.executor.cluster.agent.command import add_agent
+from optuna_fleet.executor.cluster.agent.join_command import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.executor.deciding.trials import PARADIGMS
@@ -36,7 +36,7 @@ from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
 from optuna_fleet.replay.workload import SimulatedTrial
-from optuna_fleet.visualization.live.command import add_top
+from optuna_fleet.visualization.live.top import add_top
 
 Simulated = Callable[[Policy], tuple[dict[str, Any], Outcome]]
 """What became of a policy, and how."""

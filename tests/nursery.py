@@ -29,13 +29,13 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.executor.cluster import config
-from optuna_fleet.executor.cluster.agent.command import _START
-from optuna_fleet.executor.cluster.agent.main import environment
+from optuna_fleet.executor.cluster.agent.entry import environment
+from optuna_fleet.executor.cluster.agent.join_command import _START
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 from tests.huge_pages import use_huge_pages
 
-AGENT = "optuna_fleet.executor.cluster.agent.main"
-SERVER = "optuna_fleet.pipeline.standalone.main"
+AGENT = "optuna_fleet.executor.cluster.agent.entry"
+SERVER = "optuna_fleet.pipeline.standalone.standalone_server"
 SOLVER = "optuna_fleet.alloc.isolation"
 WORKER = "tests.workers"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"

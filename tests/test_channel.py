@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import LaunchError, ProtocolError
-from optuna_fleet.executor.cluster.agent.main import versions
+from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import machine
 from optuna_fleet.executor.fleet import listener as listeners
 from optuna_fleet.executor.fleet.connections import AgentSilent, Connections

@@ -190,6 +190,12 @@ def test_modules_stay_small() -> None:
     assert {m: n for m, n in lengths.items() if n > 400} == {}
 
 
+def test_no_two_modules_share_a_name() -> None:
+    names = Counter(path.name for path in MODULES.values())
+    several = {name for name, number in names.items() if number > 1}
+    assert several <= {"__init__.py", "__main__.py"}
+
+
 def test_the_driver_does_not_import_torch() -> None:
     code = "import sys, optuna_fleet; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

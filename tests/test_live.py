@@ -37,11 +37,11 @@ from optuna_fleet.sampler_bridge.records import (
     calls_of,
     record_call,
 )
-from optuna_fleet.visualization.live.command import _until_interrupt
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 from optuna_fleet.visualization.live.page import page
 from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.terminal import rendered
+from optuna_fleet.visualization.live.top import _until_interrupt
 from optuna_fleet.visualization.live.view import View, duration, printable, ranges, view_of
 from tests.browser import Browser, has_browser
 from tests.storage_servers import Postgres, has_postgres

@@ -244,7 +244,7 @@ class FleetExecutor:
             FleetConfigError: The objective, or the data, can't be sent to other processes.
             LaunchError: Processes can't be started.
         """
-        from optuna_fleet.preflight.standalone import Checker
+        from optuna_fleet.preflight.checker import Checker
 
         check_is_one_process(os.environ)
         check_call(func)

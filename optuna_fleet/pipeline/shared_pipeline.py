@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline import limits, options
-from optuna_fleet.pipeline.exchange.plan import scheme_of
+from optuna_fleet.pipeline import data_options, limits
+from optuna_fleet.pipeline.exchange.owners import scheme_of
 from optuna_fleet.pipeline.packed import PipelineSetup, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor import stages as staging
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source, Stages
-from optuna_fleet.pipeline.reader.plan import Batches
+from optuna_fleet.pipeline.reader.read_plan import Batches
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader.inline import InlineClient
-    from optuna_fleet.pipeline.standalone.standalone import PipelineHandle, Session
+    from optuna_fleet.pipeline.reader.inline_client import InlineClient
+    from optuna_fleet.pipeline.standalone.handle import PipelineHandle, Session
     from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
@@ -115,16 +115,18 @@ class SharedPipeline:
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
         self._lengths = {
-            name: options.length_of(name, dataset, datasets, _options())
+            name: data_options.length_of(name, dataset, datasets, _options())
             for name, dataset in datasets.items()
         }
-        self._shuffled = options.shuffled_among(shuffled, datasets)
-        self._batched = options.batched_among(batched, datasets)
-        samplers = options.sampler_by_name(sampler, datasets, self._shuffled)
-        self._num_drawn = {name: options.num_drawn(name, each) for name, each in samplers.items()}
+        self._shuffled = data_options.shuffled_among(shuffled, datasets)
+        self._batched = data_options.batched_among(batched, datasets)
+        samplers = data_options.sampler_by_name(sampler, datasets, self._shuffled)
+        self._num_drawn = {
+            name: data_options.num_drawn(name, each) for name, each in samplers.items()
+        }
         check_number("shards", shards, least=1, most=10_000, whole=True)
         self._shards = operator.index(shards)
-        by_name = options.by_name
+        by_name = data_options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
         prepares = by_name("prepare", prepare, datasets, datasets)
         augments = by_name("augment", augment, datasets, self._shuffled)
@@ -162,7 +164,7 @@ class SharedPipeline:
         Example:
             ``SharedPipeline.from_dataloader(train=train_loader, val=val_loader)``
         """
-        return cls(**options.of_loaders(given, _options()))
+        return cls(**data_options.of_loaders(given, _options()))
 
     def packed(self) -> PipelineSetup:
         """Returns the data sets packed for those who serve them, all from the same bytes.
@@ -207,11 +209,13 @@ class SharedPipeline:
                     name=name,
                     num_samples=self._num_drawn.get(name, length),
                     length=length,
-                    shards=self._shards if options.is_stream(self._source.datasets[name]) else 0,
+                    shards=self._shards
+                    if data_options.is_stream(self._source.datasets[name])
+                    else 0,
                     sampled=name in self._source.samplers,
                     shuffled=name in self._shuffled,
                     batched=name in self._batched,
-                    kept=name in kept and not options.is_stream(self._source.datasets[name]),
+                    kept=name in kept and not data_options.is_stream(self._source.datasets[name]),
                     collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
                 for name, length in lengths.items()
@@ -222,19 +226,19 @@ class SharedPipeline:
     def _length(self, name: str) -> int:
         """The length of a data set; a stream that does not tell its own is read once."""
         if (length := self._lengths[name]) is None:
+            from optuna_fleet.pipeline.preprocessor.iterable import Stream
             from optuna_fleet.pipeline.preprocessor.order import own_randomness
-            from optuna_fleet.pipeline.preprocessor.streams import Stream
 
             packed_part("stream", name, dataset := self._source.datasets[name])
             with own_randomness():
                 stream = Stream(dataset, name=name, num_shards=self._shards, seed=self.seed)
                 length = self._lengths[name] = stream.count()
-            options.check_length(name, length)
+            data_options.check_length(name, length)
         return length
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""
-        from optuna_fleet.pipeline.reader.inline import InlineClient
+        from optuna_fleet.pipeline.reader.inline_client import InlineClient
 
         source = replace(self._source, generators=payload.generators_in(self._source))
         spec = self.spec()
@@ -261,7 +265,7 @@ class SharedPipeline:
 
     def __enter__(self) -> SharedPipeline:
         """Starts the processes that preprocess; the end of the ``with`` block ends them."""
-        from optuna_fleet.pipeline.standalone.standalone import Session
+        from optuna_fleet.pipeline.standalone.handle import Session
 
         if self._session is not None:
             raise FleetConfigError(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline.messages import Advance, ChunkReady
+from optuna_fleet.pipeline.pipeline_messages import Advance, ChunkReady
 
 MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""

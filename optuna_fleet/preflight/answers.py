@@ -8,7 +8,7 @@ import optuna
 from optuna.samplers import RandomSampler
 
 from optuna_fleet.events import EpochDecision, MoveRefused
-from optuna_fleet.preflight.records import Order, Rehearsed
+from optuna_fleet.preflight.notes import Order, Rehearsed
 from optuna_fleet.sampler_bridge.choices import Chosen, PackedChoice
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall, Report, ShouldPrune

@@ -21,7 +21,7 @@ from optuna_fleet.preflight.comparison import (
     differences,
     unlike,
 )
-from optuna_fleet.preflight.records import Ending, Key, Order, Rehearsed
+from optuna_fleet.preflight.notes import Ending, Key, Order, Rehearsed
 from optuna_fleet.preflight.verdict import (
     Free,
     NotChecked,

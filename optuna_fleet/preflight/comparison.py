@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from optuna_fleet.preflight.records import BEGIN, END, Key, Record, Sketch, Value
+from optuna_fleet.preflight.notes import BEGIN, END, Key, Record, Sketch, Value
 from optuna_fleet.preflight.verdict import Difference
 
 DOUBLE = 1e-5

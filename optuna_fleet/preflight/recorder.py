@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from optuna_fleet.preflight.frames import users_frames
-from optuna_fleet.preflight.records import BEGIN, END, Key, Rehearsed, Sketch, Value
+from optuna_fleet.preflight.notes import BEGIN, END, Key, Rehearsed, Sketch, Value
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
 _MOST_NUMBERS = 1024

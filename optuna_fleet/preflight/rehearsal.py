@@ -14,13 +14,13 @@ from optuna import TrialPruned
 from torch import nn
 
 from optuna_fleet.exceptions import is_for_want_of_peers
-from optuna_fleet.pipeline.reader.plan import ReadPlan
+from optuna_fleet.pipeline.reader.read_plan import ReadPlan
 from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
 from optuna_fleet.preflight.frames import is_last_loop
+from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
 from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Recorder
-from optuna_fleet.preflight.records import Ending, Order, Rehearsed
 from optuna_fleet.preflight.rehearsals import ENVIRONMENT
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death, die_with

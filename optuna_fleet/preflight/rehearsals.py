@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from optuna_fleet.accelerator import ACCELERATORS
-from optuna_fleet.preflight.records import Ending, Order, Rehearsed
+from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
 from optuna_fleet.processes import cause_of_death, die_with
 from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
+from optuna_fleet.pipeline.reader.inline_client import InlineClient
+from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.preflight.notes import Order
 from optuna_fleet.preflight.precision import in_double
 from optuna_fleet.preflight.quiet_noise import QuietNoise
-from optuna_fleet.preflight.records import Order
 from optuna_fleet.wire.packing import unpack
 
 

@@ -28,7 +28,7 @@ from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.device_state import ailment_of, clean_up, forget_compiled, gpu_works
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
-from optuna_fleet.trainer.inbox import Inbox
+from optuna_fleet.trainer.link import Inbox
 from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.remote import Remote
 from optuna_fleet.trainer.seeding import seed_run, seed_torch

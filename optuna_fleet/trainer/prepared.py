@@ -12,8 +12,8 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients import batchnorm
 from optuna_fleet.trainer.gradients.replicas import check_same, make_same
 from optuna_fleet.trainer.groups import group_size
-from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.trainer.state import TrainingState
+from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.training_state import TrainingState
 
 OPTIONS = ("min_devices", "max_devices", "kind")
 """Keywords of `FleetTrial.prepare` that are no objects."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from optuna_fleet.events import Ending
-from optuna_fleet.trainer.inbox import Inbox
+from optuna_fleet.trainer.link import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report, ShouldPrune

@@ -14,7 +14,7 @@ from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.trainer.checkpoints.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
@@ -27,11 +27,11 @@ from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_gr
 from optuna_fleet.trainer.moves.leaving import Held, Leaving
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
-from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.prepared import Prepared
+from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.state import TrainingState
 from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.trainer.widths import Bounds, Widths
 from optuna_fleet.virtual_workers import Pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch

@@ -11,7 +11,7 @@ from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.groups import gloo_group, group_size, wire_device
-from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.edges import Edges
 from optuna_fleet.virtual_workers.parameter_server import (
     Directory,

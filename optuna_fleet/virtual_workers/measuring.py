@@ -22,8 +22,8 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
-from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.randomness import own_randomness
+from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.parameter_server import Directory
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links, Memory
 from optuna_fleet.virtual_workers.stage import Loss, leaf_of

@@ -15,7 +15,7 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
-from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.construction import Construction
 from optuna_fleet.virtual_workers.measuring import (
     Need,

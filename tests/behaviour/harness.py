@@ -31,7 +31,7 @@ from optuna_fleet.events import (
     Requeue,
     WidthLimited,
 )
-from optuna_fleet.preflight.standalone import Checker
+from optuna_fleet.preflight.checker import Checker
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
 

@@ -12,8 +12,8 @@ import optuna
 import pytest
 
 from optuna_fleet.events import DataRequested, EpochEnded, Launch, Model, RateMeasured
+from optuna_fleet.executor.call.call_progress import Progress
 from optuna_fleet.executor.call.journal import Stay
-from optuna_fleet.executor.call.progress import Progress
 from optuna_fleet.sampler_bridge.records import CallState, calls_of
 from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.live.storage import open_study

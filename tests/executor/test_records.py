@@ -24,7 +24,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.journal import Stay
 from optuna_fleet.executor.call.moves import Moves
-from optuna_fleet.executor.call.totals import Totals
+from optuna_fleet.executor.call.tally import Totals
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.wire.messages import Ended, Leaving, Trained

@@ -34,15 +34,15 @@ from optuna_fleet.events import (
     RunLingers,
 )
 from optuna_fleet.exceptions import OutOfMemoryError
-from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
+from optuna_fleet.executor.call.run_calls import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.saves import Saves
 from optuna_fleet.executor.call.waits import GATHER_S, Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
-from optuna_fleet.executor.cluster.agent import main
-from optuna_fleet.executor.cluster.agent.main import versions
+from optuna_fleet.executor.cluster.agent import entry
+from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import (
     AgentOptions,
     NodeSetups,
@@ -434,12 +434,12 @@ def test_a_driver_may_give_signs_of_life_before_it_answers(
 ) -> None:
     said = [SignOfLife(), SignOfLife(), Refused(problem="not you")]
     channel = SimpleNamespace(send=lambda message: None, receive=lambda: said.pop(0))
-    monkeypatch.setattr(main, "connect", lambda invitation: channel)
-    monkeypatch.setattr(main, "local_address", lambda channel: "127.0.0.1")
+    monkeypatch.setattr(entry, "connect", lambda invitation: channel)
+    monkeypatch.setattr(entry, "local_address", lambda channel: "127.0.0.1")
     invitation = Invitation(addresses=(), credentials=b"")
     options = AgentOptions(invitation=invitation, node="here", devices=1, device_type="cpu")
     with pytest.raises(FleetConfigError, match="not you"):
-        main.run_agent(options)
+        entry.run_agent(options)
 
 
 def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(

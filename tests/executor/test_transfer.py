@@ -24,7 +24,7 @@ from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import is_shared, mark
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.executor.call import launcher
-from optuna_fleet.executor.cluster.agent import main
+from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.fleet import transfer_server
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
@@ -150,11 +150,11 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(server: TransferServer, reque
 def test_a_node_whose_data_sets_are_refused_says_so(
     server: TransferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "connect", lambda _: served_by(server))
+    monkeypatch.setattr(entry, "connect", lambda _: served_by(server))
     setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None))
     invitation: Any = None
     with pytest.raises(FleetConfigError, match=r"\w can't fetch the data sets .* There are none"):
-        main._with_data(setup, invitation)
+        entry._with_data(setup, invitation)
 
 
 @pytest.mark.parametrize("full", ["No space left", "MemoryError"])
@@ -166,16 +166,16 @@ def test_a_node_without_memory_for_the_data_sets_says_so_here_and_there(
     setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None), needed=())
     driver = mock.Mock(receive=lambda: setup)
     ways = [driver, served_by(server)]
-    monkeypatch.setattr(main, "connect", lambda _: ways.pop(0))
-    monkeypatch.setattr(main, "local_address", lambda channel: "127.0.0.1")
-    monkeypatch.setattr(main, "_adopt", lambda setup, host: None)
+    monkeypatch.setattr(entry, "connect", lambda _: ways.pop(0))
+    monkeypatch.setattr(entry, "local_address", lambda channel: "127.0.0.1")
+    monkeypatch.setattr(entry, "_adopt", lambda setup, host: None)
     if full == "MemoryError":
-        monkeypatch.setattr(main, "receive_file", mock.Mock(side_effect=MemoryError))
+        monkeypatch.setattr(entry, "receive_file", mock.Mock(side_effect=MemoryError))
     else:
         monkeypatch.setattr(os, "memfd_create", lambda *_: os.open("/dev/full", os.O_WRONLY))
     options = AgentOptions(invitation=mock.Mock(), node="here", devices=1, device_type="cpu")
     with pytest.raises(FleetConfigError, match=rf"no memory for the data sets .*{full}"):
-        main.run_agent(options)
+        entry.run_agent(options)
     (said,) = (c.args[0] for c in driver.send.mock_calls if hasattr(c.args[0], "problem"))
     assert "no memory for the data sets" in said.problem
     server.close()

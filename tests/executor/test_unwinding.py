@@ -11,7 +11,7 @@ import optuna
 import pytest
 
 from optuna_fleet.sampler_bridge.records import flights_of
-from optuna_fleet.trainer.inbox import Inbox
+from optuna_fleet.trainer.link import Inbox
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import Quit

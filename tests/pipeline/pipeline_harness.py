@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from optuna_fleet.executor.cluster.agent.sharing import Sharing
+from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
+from optuna_fleet.pipeline.exchange.owners import Plan
 from optuna_fleet.pipeline.exchange.peers import Peers
-from optuna_fleet.pipeline.exchange.plan import Plan
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.preprocessor.order import draw, permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.plan import shard
+from optuna_fleet.pipeline.reader.read_plan import shard
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
-from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
+from optuna_fleet.pipeline.standalone.handle import PipelineHandle
 
 __all__ = [
     "Agent",

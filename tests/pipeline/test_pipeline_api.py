@@ -5,7 +5,7 @@ from pathlib import Path
 import optuna_fleet
 from optuna_fleet.pipeline import default_preprocessors
 from optuna_fleet.pipeline.limits import budget, default_chunk_bytes
-from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
+from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError, ChunkProduced
 from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
 from optuna_fleet.pipeline.wire import encode
 

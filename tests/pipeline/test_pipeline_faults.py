@@ -6,7 +6,7 @@ import selectors
 import pytest
 
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.messages import AtWork, MeasureSample
+from optuna_fleet.pipeline.pipeline_messages import AtWork, MeasureSample
 from optuna_fleet.pipeline.server.workers import Workers
 from optuna_fleet.pipeline.spec import ChunkKey
 

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 
 from optuna_fleet.pipeline.chunks import columns, pickling
+from optuna_fleet.pipeline.chunks.chunk_view import ChunkView, cut_batch
 from optuna_fleet.pipeline.chunks.layout import (
     ChunkWriter,
     DenseHeader,
@@ -22,7 +23,6 @@ from optuna_fleet.pipeline.chunks.layout import (
     OutgrownError,
     write_chunk,
 )
-from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
 
 Point = collections.namedtuple("Point", "x y")
 

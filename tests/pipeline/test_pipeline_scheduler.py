@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from optuna_fleet.pipeline.messages import ChunkError, ChunkFailed, ChunkReady, ReleaseChunks
+from optuna_fleet.pipeline.pipeline_messages import (
+    ChunkError,
+    ChunkFailed,
+    ChunkReady,
+    ReleaseChunks,
+)
 from optuna_fleet.pipeline.server.epochs import HELD, IDLE, Order, Size
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
 from optuna_fleet.pipeline.server.space import PAGE, Space

@@ -20,9 +20,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError, ProtocolError
 from optuna_fleet.pipeline import SharedPipeline, limits
-from optuna_fleet.pipeline.standalone import admission, standalone
+from optuna_fleet.pipeline.standalone import admission, handle
 from optuna_fleet.pipeline.standalone.admission import Address
-from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
+from optuna_fleet.pipeline.standalone.handle import PipelineHandle
 from tests.nursery import FIRST, Nursery
 from tests.waiting import until
 
@@ -163,7 +163,7 @@ def test_a_killed_server_is_reported_to_all_readers() -> None:
 
 
 def test_a_server_that_ends_as_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standalone, "_SERVER", "optuna_fleet.no_such_module")
+    monkeypatch.setattr(handle, "_SERVER", "optuna_fleet.no_such_module")
     with new_pipeline() as pipeline:
         folder = Path(pipeline.handle().address.folder)
         with pytest.raises(FleetError, match="ended"):
@@ -227,12 +227,12 @@ def test_where_there_are_no_gpus_preprocessors_let_others_go_first(
 def test_preprocessors_are_chosen_as_in_a_fleet(
     monkeypatch: pytest.MonkeyPatch, gpus: int, niceness: int
 ) -> None:
-    monkeypatch.setattr(standalone, "num_gpus", lambda environment: gpus)
-    monkeypatch.setattr(standalone, "cpu_count", lambda: 12)
-    setup = standalone._setup(SharedPipeline(train=Augmented(SIZE)))
+    monkeypatch.setattr(handle, "num_gpus", lambda environment: gpus)
+    monkeypatch.setattr(handle, "cpu_count", lambda: 12)
+    setup = handle._setup(SharedPipeline(train=Augmented(SIZE)))
     assert (setup.is_adaptive, setup.niceness) == (True, niceness)
     assert setup.num_preprocessors == (10 if gpus else 6)
-    setup = standalone._setup(new_pipeline())  # the user's number
+    setup = handle._setup(new_pipeline())  # the user's number
     assert (setup.is_adaptive, setup.num_preprocessors) == (False, 2)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from optuna_fleet import SharedPipeline
-from optuna_fleet.preflight.standalone import Checker
+from optuna_fleet.preflight.checker import Checker
 from optuna_fleet.preflight.verdict import Verdict
 
 Check = Callable[..., Verdict]

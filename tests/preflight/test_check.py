@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet.preflight.standalone import Checker
+from optuna_fleet.preflight.checker import Checker
 from optuna_fleet.preflight.verdict import OneDevice
 from tests.behaviour.words import pytestmark  # noqa: F401
 from tests.preflight.cases_good import GOOD

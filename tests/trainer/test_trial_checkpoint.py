@@ -22,7 +22,7 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.trainer.state import TrainingState
+from optuna_fleet.trainer.training_state import TrainingState
 from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)

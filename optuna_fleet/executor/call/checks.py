@@ -21,7 +21,7 @@ from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings
-from optuna_fleet.preflight.records import Order
+from optuna_fleet.preflight.notes import Order
 from optuna_fleet.preflight.verdict import NotChecked, Verdict, told
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optuna_fleet.events import Event
 from optuna_fleet.executor.call.call_handler import CallHandler
+from optuna_fleet.executor.call.call_progress import Progress
 from optuna_fleet.executor.call.checks import Checks
 from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.held import HeldStates, Start
@@ -13,12 +14,11 @@ from optuna_fleet.executor.call.moves import Moves
 from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.pipeline_log import PipelineLog
-from optuna_fleet.executor.call.progress import Progress
 from optuna_fleet.executor.call.runs import Job, RunRecord
 from optuna_fleet.executor.call.saves import Saves
 from optuna_fleet.executor.call.stop_lines import StopLines
 from optuna_fleet.executor.call.summary import FleetSummary, counted
-from optuna_fleet.executor.call.totals import Totals
+from optuna_fleet.executor.call.tally import Totals
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime

@@ -21,8 +21,8 @@ from optuna_fleet.events import (
     ReturnToQueue,
     StartRound,
 )
-from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.parts import Parts
+from optuna_fleet.executor.call.run_calls import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import PlanReady
 from optuna_fleet.wire.calls import AfterEpoch

@@ -9,8 +9,8 @@ from typing import Any
 
 from optuna_fleet.events import Ending, Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
-from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.ranks import parted
+from optuna_fleet.executor.call.run_calls import RunCalls
 from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.records import Flight
 from optuna_fleet.settings import Settings

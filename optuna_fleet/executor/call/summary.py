@@ -109,7 +109,7 @@ class FleetSummary:
         return "\n  ".join(self._in_words())
 
     def _repr_html_(self) -> str:
-        from optuna_fleet.visualization.summary import summary_html
+        from optuna_fleet.visualization.summary_html import summary_html
 
         return summary_html(self, list(self._in_words()))
 

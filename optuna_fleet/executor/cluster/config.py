@@ -83,7 +83,7 @@ def modules_to_preload() -> tuple[str, ...]:
         "torch",
         "torch._dynamo",  # which the first optimizer of each process imports: a second or more
         "optuna_fleet.trainer.training",
-        "optuna_fleet.pipeline.preprocessor.main",
+        "optuna_fleet.pipeline.preprocessor.preprocessor",
         *(name for name in wanted if name in sys.modules),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number, check_that
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.agent.main import environment
+from optuna_fleet.executor.cluster.agent.entry import environment
 from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.cluster.engine import Cluster, Engine, agent_ended
@@ -29,7 +29,7 @@ class AgentProcess(ModuleProcess):
     def __init__(self, options: AgentOptions, threads: int) -> None:
         variables = environment(threads, os.environ)
         super().__init__(
-            "optuna_fleet.executor.cluster.agent.main", options, environment=variables
+            "optuna_fleet.executor.cluster.agent.entry", options, environment=variables
         )
 
 

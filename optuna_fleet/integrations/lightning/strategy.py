@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations import fleet_trial
 from optuna_fleet.integrations.lightning.follower import Follower
-from optuna_fleet.integrations.lightning.progress import Progress
+from optuna_fleet.integrations.lightning.loops import Progress
 from optuna_fleet.trainer.gradients.collectives import gather, of_first_rank
 from optuna_fleet.trainer.groups import group_size, wire_device
 

@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations import fleet_trial
-from optuna_fleet.integrations.transformers.arguments import arguments_of, check_arguments
 from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged, Part
-from optuna_fleet.integrations.transformers.progress import Progress
+from optuna_fleet.integrations.transformers.trainer_progress import Progress
+from optuna_fleet.integrations.transformers.training_arguments import arguments_of, check_arguments
 
 _Base: Any = object if not TYPE_CHECKING else Trainer
 

@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline.exchange.plan import Peer, Plan
+from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.pipeline.chunks.view import Part, cut_batch
-from optuna_fleet.pipeline.reader.plan import ReadPlan
+from optuna_fleet.pipeline.chunks.chunk_view import Part, cut_batch
+from optuna_fleet.pipeline.reader.read_plan import ReadPlan
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient

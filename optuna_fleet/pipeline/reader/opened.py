@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from optuna_fleet.exceptions import PipelineLostError, PreprocessingError
-from optuna_fleet.pipeline.chunks.view import ChunkView
-from optuna_fleet.pipeline.messages import (
+from optuna_fleet.pipeline.chunks.chunk_view import ChunkView
+from optuna_fleet.pipeline.pipeline_messages import (
     Advance,
     ChunkError,
     ChunkFailed,

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.messages import PassId
+from optuna_fleet.pipeline.pipeline_messages import PassId
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, count_chunks
 
 ABSENT, MAKING, IDLE, HELD, FAILED = range(5)

@@ -14,9 +14,10 @@ from functools import partial
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.chunks.arena import Arena
+from optuna_fleet.pipeline.exchange.owners import Peer
 from optuna_fleet.pipeline.exchange.peers import Asking, Peers
-from optuna_fleet.pipeline.exchange.plan import Peer
-from optuna_fleet.pipeline.messages import (
+from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
     ChunkFetched,
     ChunkNotFetched,
@@ -27,7 +28,6 @@ from optuna_fleet.pipeline.messages import (
     ProduceChunk,
     SampleMeasured,
 )
-from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.server.epochs import Size
 from optuna_fleet.pipeline.server.load import Levels, Load
@@ -249,7 +249,7 @@ class Making:
         setup, peers = self._setup, self._peers
         os.nice(setup.niceness)
         # Imported in the child: the agent itself never uses torch.
-        from optuna_fleet.pipeline.preprocessor.main import preprocessor_main
+        from optuna_fleet.pipeline.preprocessor.preprocessor import preprocessor_main
 
         preprocessor_main(
             sock,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.pipeline_messages import ChunkError
 from optuna_fleet.pipeline.spec import PipelineSpec
 
 _MOST_NAMED = 10  # samples that were skipped

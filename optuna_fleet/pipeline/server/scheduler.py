@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import pairwise
 from operator import attrgetter
 
-from optuna_fleet.pipeline.messages import (
+from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
     ChunkFailed,
     ChunkReady,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline.exchange.peers import Peers
-from optuna_fleet.pipeline.messages import (
+from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.pipeline_messages import (
     Advance,
     ArenaOpened,
     AskForStats,
@@ -18,7 +19,6 @@ from optuna_fleet.pipeline.messages import (
     PassId,
     PassOpened,
 )
-from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import EpochKey

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from optuna_fleet.pipeline.messages import AtWork, MeasureSample, ProduceChunk
+from optuna_fleet.pipeline.pipeline_messages import AtWork, MeasureSample, ProduceChunk
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.wire import Port
 

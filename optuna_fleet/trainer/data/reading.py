@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.pipeline.reader.inline_client import InlineClient
 
 if TYPE_CHECKING:
     from optuna_fleet.trainer.data.shard_loader import ShardLoader

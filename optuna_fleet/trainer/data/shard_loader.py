@@ -17,15 +17,15 @@ from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.events import DataRequested, Model, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading, Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.nested import lengths_in
-from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.prepared import Prepared
+from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.widths import Bounds

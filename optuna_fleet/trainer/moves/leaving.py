@@ -11,7 +11,7 @@ from optuna_fleet.trainer.checkpoints.checkpoint import Captured
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.gradients.collectives import of_first_rank
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.state import TrainingState
+from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.wire import messages
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from optuna_fleet.trainer.moves.leaving import Leaving
-from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.trainer.state import TrainingState
+from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.wire.messages import Place
 
 

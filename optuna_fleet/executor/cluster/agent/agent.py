@@ -20,14 +20,14 @@ from typing import Any
 
 from optuna_fleet.checkpoints.store import remove_all
 from optuna_fleet.executor.cluster.agent.checking import Checking
+from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.cluster.agent.notice import Notice
-from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.executor.cluster.config import NodeSetup
 from optuna_fleet.pipeline import PipelineServer
+from optuna_fleet.pipeline.exchange.owners import Plan
 from optuna_fleet.pipeline.exchange.peers import Peers
-from optuna_fleet.pipeline.exchange.plan import Plan
 from optuna_fleet.processes import Forks, cause_of_death, run_loop
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel

@@ -17,7 +17,7 @@ import time
 from itertools import count
 
 from optuna_fleet.pipeline.server.server import PipelineServer
-from optuna_fleet.pipeline.standalone.standalone import ServerConfig
+from optuna_fleet.pipeline.standalone.handle import ServerConfig
 from optuna_fleet.processes import Forks, end_session, preload, run_loop
 
 _LOOK_EVERY_S = 2.0

@@ -12,13 +12,13 @@ from typing import Any
 
 from optuna_fleet.accelerator import device_types
 from optuna_fleet.arguments import check_number
-from optuna_fleet.executor.cluster.agent.main import environment
+from optuna_fleet.executor.cluster.agent.entry import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.wire.invitation import Invitation
 
-_START = "from optuna_fleet.executor.cluster.agent.main import main; main()"
+_START = "from optuna_fleet.executor.cluster.agent.entry import main; main()"
 
 
 def add_agent(commands: Any) -> None:

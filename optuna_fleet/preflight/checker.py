@@ -21,7 +21,7 @@ from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.check import Check
-from optuna_fleet.preflight.records import Order
+from optuna_fleet.preflight.notes import Order
 from optuna_fleet.preflight.rehearsals import Rehearsals
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
@@ -135,7 +135,7 @@ class Checker(AbstractContextManager["Checker"]):
         with theirs:
             modules = (*modules_to_preload(), "optuna_fleet.preflight.rehearsal")
             self._process = ModuleProcess(
-                "optuna_fleet.preflight.standalone",
+                "optuna_fleet.preflight.checker",
                 Config(descriptor=theirs.fileno(), path=tuple(sys.path), preload=modules),
                 environment={},
                 pass_fds=[theirs.fileno()],

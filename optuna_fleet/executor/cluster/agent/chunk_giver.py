@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.pipeline import PipelineServer
+from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.exchange.peers import Peers
-from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks

@@ -22,7 +22,7 @@ from optuna_fleet.pipeline.chunks.layout import (
 )
 from optuna_fleet.pipeline.exchange.peers import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import guess_sample_bytes
-from optuna_fleet.pipeline.messages import (
+from optuna_fleet.pipeline.pipeline_messages import (
     AtWork,
     ChunkFetched,
     ChunkNotFetched,

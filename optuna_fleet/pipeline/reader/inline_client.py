@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from optuna_fleet.pipeline.chunks.chunk_view import ChunkView, cut_batch
 from optuna_fleet.pipeline.chunks.layout import write_chunk
-from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
+from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
 

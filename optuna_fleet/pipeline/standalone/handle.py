@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
 from optuna_fleet.pipeline import limits, wire
-from optuna_fleet.pipeline.messages import AskForStats
 from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
+from optuna_fleet.pipeline.pipeline_messages import AskForStats
+from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _GONE = (ConnectionError, BlockingIOError, EOFError, FileNotFoundError)
 
-_SERVER = "optuna_fleet.pipeline.standalone.main"
+_SERVER = "optuna_fleet.pipeline.standalone.standalone_server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ def _modules_to_preload() -> tuple[str, ...]:
     """What the server imports once for its preprocessors."""
     wanted = ("torchvision", "torchvision.transforms.v2")
     loaded = (name for name in wanted if name in sys.modules)
-    return ("torch", "optuna_fleet.pipeline.preprocessor.main", *loaded)
+    return ("torch", "optuna_fleet.pipeline.preprocessor.preprocessor", *loaded)
 
 
 def _check_shares(plan: ReadPlan) -> None:
