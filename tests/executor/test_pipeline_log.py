@@ -14,7 +14,7 @@ import pytest
 from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.pipeline_log import MIN_SPAN_S, PipelineLog
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.tally import Totals
+from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat
@@ -41,8 +41,8 @@ def stats(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineStat
 
 def summary_of(used: PipelineStats | None) -> FleetSummary:
     devices = DeviceLog(lambda spans, changed: None, list)
-    totals = Totals(0.0, lambda decision: None)
-    return totals.summary(devices, 1.0, trials={}, left_out={}, pipeline=used)
+    tally = Tally(0.0, lambda decision: None)
+    return tally.summary(devices, 1.0, trials={}, left_out={}, pipeline=used)
 
 
 def test_a_span_is_what_came_since_the_last_one() -> None:

@@ -24,7 +24,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.journal import Stay
 from optuna_fleet.executor.call.moves import Moves
-from optuna_fleet.executor.call.tally import Totals
+from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.wire.messages import Ended, Leaving, Trained
@@ -99,12 +99,12 @@ def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
 
 
 def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
-    devices, totals = log_of_two_nodes(), Totals(100.0, lambda decision: None)
+    devices, tally = log_of_two_nodes(), Tally(100.0, lambda decision: None)
     devices.end(110.0)
     stay = Stay(launch=launch(0), start=104.0)
     ended = Ended(run_id=0, rank=0, device=0, time_s=0.0, ending=Ending.RETURNED)
-    totals.take(ended, stay, 108.0)
-    summary = totals.summary(devices, 110.0, trials={}, left_out={})
+    tally.take(ended, stay, 108.0)
+    summary = tally.summary(devices, 110.0, trials={}, left_out={})
     assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
     assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
     assert "on 3 devices of 2 nodes (1.8 there on average)" in str(summary)

@@ -5,6 +5,6 @@
 - What trials ask: `call_handler`, `calls`. How ranks come apart: `ranks`. Who hangs: `watchdog`.
 - How runs begin (`launcher`, `objective_copies`), move (`stop_lines`, `held`, `saves`), end
   (`outcomes`), and are checked before (`checks`).
-- What happened: `journal`, and what is made of it: `device_log`, `moves`, `progress`, `totals`;
+- What happened: `journal`, and what is made of it: `device_log`, `moves`, `progress`, `tally`;
   `pipeline_log`. Users get a `FleetSummary` (`summary`).
 """

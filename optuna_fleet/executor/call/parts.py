@@ -18,7 +18,7 @@ from optuna_fleet.executor.call.runs import Job, RunRecord
 from optuna_fleet.executor.call.saves import Saves
 from optuna_fleet.executor.call.stop_lines import StopLines
 from optuna_fleet.executor.call.summary import FleetSummary, counted
-from optuna_fleet.executor.call.tally import Totals
+from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -40,7 +40,7 @@ class Parts:
         began: When the call did, in seconds since the epoch.
 
     Attributes:
-        journal: What happens; `devices`, `moves`, `progress` and `totals` are its readers.
+        journal: What happens; `devices`, `moves`, `progress` and `tally` are its readers.
         runtime: The fleet, which outlives the call.
         runs: Those that have not ended on all their devices, by run id.
         deadlines: Until when devices have time to end what they were told to end.
@@ -69,8 +69,8 @@ class Parts:
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
         self.moves = Moves()
         self.progress = Progress.of(ledger, proposals)
-        self.totals = Totals(began, ledger.records.decision)
-        self.journal = Journal(self.devices, self.moves, self.progress, self.totals)
+        self.tally = Tally(began, ledger.records.decision)
+        self.journal = Journal(self.devices, self.moves, self.progress, self.tally)
         self.calls = CallHandler(runtime.send, ledger, retention, runtime.inbox)
         self.outcomes = Outcomes(ledger, proposals, retention)
         self.copies = ObjectiveCopies(runtime, job)
@@ -110,7 +110,7 @@ class Parts:
     def summary(self, stats: PipelineStats | None) -> FleetSummary:
         """The call in numbers; `stats` are the pipeline's, if there is one."""
         now = self.journal.now()
-        return self.totals.summary(
+        return self.tally.summary(
             self.devices,
             now,
             trials=self.ledger.ended,

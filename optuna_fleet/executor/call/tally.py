@@ -25,7 +25,7 @@ from optuna_fleet.sampler_bridge.records import Decision
 from optuna_fleet.wire.messages import Ended
 
 
-class Totals:
+class Tally:
     """Adds up what happens: a reader of the journal.
 
     Args:
