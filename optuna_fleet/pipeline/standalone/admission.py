@@ -2,7 +2,8 @@
 
 The server listens on a Unix socket in a folder that nobody else may enter. Readers unpickle what
 comes from there, so they look whose process it is: the folder may be gone, and another user's be
-there in its place.
+there in its place. Where the owner is killed outright (SIGKILL), the folder stays: the name of a
+socket that nobody serves, and nothing else.
 """
 
 from __future__ import annotations

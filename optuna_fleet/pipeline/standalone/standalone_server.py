@@ -95,7 +95,8 @@ def _end(mask: int) -> None:
 def main() -> None:
     """Run a server as configured by a pickled `ServerConfig` on standard input."""
     config: ServerConfig = pickle.loads(sys.stdin.buffer.read())  # from our parent, the owner
-    if os.getppid() != config.owner_pid:
+    if os.getppid() != config.owner_pid:  # it was killed meanwhile
+        config.address.forget()
         return
     sys.path[:] = config.sys_path
     server = _Server(config)
