@@ -313,15 +313,15 @@ def train_until_moved(trial: Any, *, folder: Path) -> float:
 def test_a_stopped_store_is_noticed_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
-    note, stopped = Runtime._note, []
+    heard, stopped = Runtime.heard, []
 
-    def stop_the_first(runtime: Runtime, message: Any) -> None:
-        note(runtime, message)
-        if isinstance(message, StoreReady) and not stopped:
-            stopped.append(message.process.pid)
-            os.kill(message.process.pid, signal.SIGSTOP)
+    def stop_the_first(runtime: Runtime, event: Any) -> Any:
+        if isinstance(event, StoreReady) and not stopped:
+            stopped.append(event.process.pid)
+            os.kill(event.process.pid, signal.SIGSTOP)
+        return heard(runtime, event)
 
-    monkeypatch.setattr(Runtime, "_note", stop_the_first)
+    monkeypatch.setattr(Runtime, "heard", stop_the_first)
     study = optuna.create_study()
     with fleet_of(devices=2, policy="equal-split", limits=Limits(hang_s=4.0)) as executor:
         objective = functools.partial(train_until_moved, folder=tmp_path)

@@ -198,15 +198,15 @@ def test_a_call_that_ends_because_the_fleet_failed_is_gone_on_with(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = optuna.create_study()
-    messages = Runtime.messages
+    heard = Runtime.heard
 
-    def failing(runtime: Runtime, *args: Any) -> Any:
-        yield from messages(runtime, *args)
+    def failing(runtime: Runtime, event: Any) -> Any:
         if COMPLETE in states(study) and any(trial.user_attrs for trial in study.trials):
             raise LaunchError("no trainer can be started any more")
+        return heard(runtime, event)
 
     with FleetExecutor(devices=2, device_type="cpu", checkpoints=root) as fleet:
-        monkeypatch.setattr(Runtime, "messages", failing)
+        monkeypatch.setattr(Runtime, "heard", failing)
         with pytest.raises(LaunchError, match="no trainer"):
             study.optimize(waiting, n_trials=4, executor=fleet)
         monkeypatch.undo()

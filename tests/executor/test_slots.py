@@ -48,7 +48,7 @@ def test_nodes_on_one_machine_share_its_gpus() -> None:
 
 
 def test_nodes_that_are_here() -> None:
-    nodes = Nodes(lease_s=None)
+    nodes = Nodes()
     for name, is_here in (("a", True), ("b", False), ("c", True)):
         joining = AgentJoining(
             agent=name, node=name, devices=(), cores=1, machine="", pid=1, versions={}

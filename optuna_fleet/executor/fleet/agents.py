@@ -116,8 +116,8 @@ class Agents:
     @property
     def are_starting(self) -> bool:
         """Whether agents were started that have not joined yet."""
-        there = {node.name for node in self.nodes}
-        return not there.issuperset(self._engine.expected())
+        settled = {node.name for node in self.nodes} | self._left_out
+        return not settled.issuperset(self._engine.expected())
 
     def tell(self, agent: str, message: Any) -> None:
         """Send to an agent, if it is there."""

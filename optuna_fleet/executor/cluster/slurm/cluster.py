@@ -43,6 +43,7 @@ _END_LIMIT_S = 5.0
 _KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
+_TASK_ENDED = re.compile(r"srun: error: \S+: task \S+: ")  # how, is told of the agent
 _GONE = (
     "srun: error: Node failure on ",
     "Invalid job id specified",
@@ -266,7 +267,7 @@ class SlurmEngine(PlacingEngine):
         if not line:
             self._ended(node)
             return
-        is_over = self._ending or self._closed.is_set()
+        is_over = self._ending or self._closed.is_set() or _TASK_ENDED.match(line)
         is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
         if is_sruns and (is_over or not line.startswith("srun: error: ")):
             return
