@@ -102,7 +102,7 @@ def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("exit_code", [0, 3])
-def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
+def test_an_agent_that_ends_is_replaced(exit_code: int, allocate, capfd) -> None:
     with hub_of(allocate("--nodelist=node1,node2")) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         hub.agent_of("node1").end(exit_code)
@@ -110,6 +110,7 @@ def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
         assert hub.departures[0].exit_code == exit_code
         assert hub.departures[0].is_replaced
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+    assert "srun: " not in capfd.readouterr().err  # the departure says it
 
 
 def refusing_once(why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
