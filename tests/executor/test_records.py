@@ -98,6 +98,16 @@ def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
     assert "on 4 devices" in str(fleet.summary)
 
 
+def test_devices_that_join_are_known_while_the_call_runs() -> None:
+    def look(study: optuna.Study, trial: Any) -> None:
+        seen.append([(span.device, span.end) for span in device_spans_of(study)])
+
+    study, seen = optuna.create_study(), list[Any]()
+    with FleetExecutor(devices=2, device_type="cpu") as fleet:  # they start with the call
+        study.optimize(lambda trial: 0.0, n_trials=1, executor=fleet, callbacks=[look])
+    assert seen == [[(0, None), (1, None)]]
+
+
 def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
     devices, tally = log_of_two_nodes(), Tally(100.0, lambda decision: None)
     devices.end(110.0)
