@@ -35,9 +35,9 @@ class Moves:
         match entry:
             case Leaving() | AnswerEpoch(decision=EpochDecision.YIELD):
                 self._leaving.setdefault(number, now)
-            case MoveRefused():
+            case MoveRefused() | FinishTrial() | GiveUp():
                 self._leaving.pop(number, None)
-            case Requeue() | FinishTrial() | GiveUp():
+            case Requeue():
                 if (since := self._leaving.pop(number, None)) is not None:
                     self._spent_s[number] = now - since
             case Trained():

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 
 from optuna_fleet.events import (
     Ending,
+    FinishTrial,
+    GiveUp,
     Launch,
     MoveMeasured,
     PlanDecided,
@@ -57,6 +59,8 @@ class Tally:
                 self._endings[entry.run_id].add(entry.ending)
             case Requeue():
                 self._rescales += self._endings.pop(entry.run_id, None) == {Ending.YIELDED}
+            case FinishTrial() | GiveUp():
+                self._endings.pop(entry.run_id, None)
             case ReturnToQueue():
                 self._num_given_back += 1
             case MoveMeasured():
