@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from optuna_fleet.alloc.model import Decision
+from optuna_fleet.alloc.draft import Decision, rates_of
 from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Flotilla, Plan
 from optuna_fleet.alloc.streams import affordable, flotillas_of, stream_limit
@@ -14,34 +14,24 @@ _NAMED_WAITERS = 3
 
 def plan_of(
     problem: AllocationProblem,
-    placement: Mapping[int, tuple[int, ...]],
+    made: Decision,
     *,
     allocator: str,
-    status: str = "heuristic",
     groups: Iterable[Iterable[int]] | None = None,
-    gap: float | None = None,
-    solver: str = "",
 ) -> Plan:
-    """The plan in which trials have these devices, and why.
+    """The plan of what was decided: which devices, in which flotillas, and why.
 
     Args:
         problem: What was to be decided.
-        placement: Trial number -> devices.
-        allocator: See `Plan`, as for the rest.
-        status: See `Plan`.
+        made: Who gets what.
+        allocator: Name of who decided.
         groups: Trials of each flotilla; the fewest flotillas if not given.
-        gap: See `Plan`.
-        solver: See `Plan`.
     """
-    by_number = problem.by_number
-    rates = {
-        t: by_number[t].rates_on(problem.kind_of(devices))[len(devices) - 1]
-        for t, devices in placement.items()
-    }
+    placed, rates = place(problem, made.choice), rates_of(problem, made.choice)
     flotillas = tuple(
         Flotilla(
             assignments=tuple(
-                Assignment(number=t, devices=placement[t], rate=rates[t]) for t in sorted(group)
+                Assignment(number=t, devices=placed[t], rate=rates[t]) for t in sorted(group)
             )
         )
         for group in (flotillas_of(problem, rates) if groups is None else groups)
@@ -50,21 +40,9 @@ def plan_of(
         flotillas=flotillas,
         allocator=allocator,
         reason=_reason(problem, flotillas),
-        status=status,
-        solver=solver,
-        gap=gap,
-    )
-
-
-def plan_as_decided(problem: AllocationProblem, made: Decision, *, allocator: str) -> Plan:
-    """The plan of what the model has come to."""
-    return plan_of(
-        problem,
-        place(problem, made.choice),
-        allocator=allocator,
         status=made.status,
-        gap=made.gap,
         solver=made.solver,
+        gap=made.gap,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
 from optuna_fleet.alloc.streams import affordable, demand, slowest, stream_limit
@@ -14,6 +15,22 @@ Share = dict[str, int]
 
 Choice = dict[int, Share]
 """Trial number -> what it gets; who waits is not in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Who gets what.
+
+    Attributes:
+        choice: Devices of each trial that flies, those included that can't move.
+        status: See `Plan`, as for the rest.
+    """
+
+    choice: Choice
+    status: str = "heuristic"
+    gap: float | None = None
+    solver: str = ""
+
 
 Drawn = Callable[[AllocationProblem, Mapping[int, float]], float]
 """What trials draw of the preprocessors, by their rates; :func:`demand` is one."""
@@ -74,12 +91,12 @@ class Draft:
         self.free = {k: n - share.get(k, 0) for k, n in available.items()}
         return True
 
-    def at_least_one(self) -> Choice:
+    def at_least_one(self) -> Decision:
         """The choice; if nobody is in it, that of the trial that flies whatever the capacity."""
         if not self.choice and (alone := slowest(self._problem)):
             _, kind, number = alone
             self.give(number, kind, self._problem.by_number[number].min_devices)
-        return self.choice
+        return Decision(choice=self.choice)
 
     def _is_served(self, choice: Choice) -> bool:
         if math.isinf(self._limit):

@@ -21,7 +21,8 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from optuna_fleet.alloc.assembly import plan_as_decided, plan_of
+from optuna_fleet.alloc.assembly import plan_of
+from optuna_fleet.alloc.draft import Decision
 from optuna_fleet.alloc.fluid import FloatArray
 from optuna_fleet.alloc.makespan import makespan_worth
 from optuna_fleet.alloc.model import decide
@@ -68,9 +69,10 @@ class ElasticAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""
         if not problem.candidates or not problem.num_devices:
-            return plan_of(problem, {}, allocator=self.name, status="trivial")
-        made = decide(problem, self.worth(problem))
-        return plan_as_decided(problem, made, allocator=self.name)
+            made = Decision(choice={}, status="trivial")
+        else:
+            made = decide(problem, self.worth(problem))
+        return plan_of(problem, made, allocator=self.name)
 
     def worth(self, problem: AllocationProblem) -> Worth:
         """What devices are worth to each trial; of a problem with candidates and devices."""

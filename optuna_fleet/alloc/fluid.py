@@ -3,25 +3,15 @@
 Time-sharing between two widths reaches every point below the least concave majorant of a trial's
 rate. So the fewest devices for a rate are read off that majorant, and all trials finish together,
 and soonest, at the pace where these devices are just as many as there are.
-
-With several device types the least time is that of a linear program, which CBC solves. There a
-trial is on devices of one type at a time: its shares of the time add up to at most 1 over all
-types. To be on n_k of m devices of each type k counts as a share n_k / m of the time on m of them,
-so that trials that span types are part of it, if more of a type than there are count as well.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from optuna_fleet.alloc.model import failing, new_model, optimized
-from optuna_fleet.alloc.problem import AllocationFailed
 
 FloatArray = NDArray[np.float64]
 Rates = tuple[float, ...]
@@ -29,9 +19,6 @@ Rates = tuple[float, ...]
 
 _MAX_STEPS = 200
 _TOLERANCE = 1e-13
-_PATIENCE_S = 60.0
-_PACE = 1e4  # worth of the pace: CBC takes what gains less than 1e-6 for nothing
-_SLACK = 1e-5  # relative; what CBC's tolerances let through
 
 
 def fluid_optimum(
@@ -135,59 +122,3 @@ def fluid_paces(
     _, widths = fluid_optimum(own, work, total)
     at = zip(own, widths.tolist(), strict=True)
     return np.array([np.interp(m, *_corners(r[:total])[::-1]) for r, m in at])
-
-
-def fluid_seconds(
-    rates: Sequence[Mapping[str, Rates]], work: Sequence[float], num_by_kind: Mapping[str, int]
-) -> float:
-    """No schedule does the work sooner; moves are free, and every length is known.
-
-    Args:
-        rates: Device type -> rates of each trial there, on as many devices as it may have.
-        work: Samples each has to train, > 0.
-        num_by_kind: Devices of each type, >= 1.
-
-    Returns:
-        The fluid optimum, or less by what a solver's tolerance may hide.
-
-    Raises:
-        AllocationFailed: The solver failed.
-    """
-    # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
-    alone = np.array([max(max(own[kind]) for kind in num_by_kind) for own in rates])
-    needs = np.asarray(work) / alone
-    slowest = float(needs.max())
-    with failing():
-        model = new_model()
-        pace = _build(model, rates, alone.tolist(), (needs / slowest).tolist(), num_by_kind)
-        if not optimized(model, _PATIENCE_S) or not pace.x:
-            raise AllocationFailed("the solver did not solve the fluid relaxation")
-        return slowest / float(pace.x) * (1 - _SLACK)
-
-
-def _build(
-    model: Any,
-    rates: Sequence[Mapping[str, Rates]],
-    alone: Sequence[float],
-    needs: Sequence[float],
-    num_by_kind: Mapping[str, int],
-) -> Any:
-    """The linear program, and in it the pace to be maximised."""
-    import mip
-
-    model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
-    pace = model.add_var(ub=1.0, obj=_PACE)
-    used: dict[str, list[Any]] = defaultdict(list)
-    for own, best, need in zip(rates, alone, needs, strict=True):
-        shares, terms = [], []
-        for kind in num_by_kind:
-            heights, widths = _corners(own[kind])
-            for rate, m in zip(heights[1:].tolist(), widths[1:].tolist(), strict=True):
-                shares.append(share := model.add_var())
-                terms.append(rate / best * share)
-                used[kind].append(m * share)
-        model += mip.xsum(shares) <= 1
-        model += mip.xsum(terms) >= need * pace
-    for kind, all_of in used.items():
-        model += mip.xsum(all_of) <= num_by_kind[kind]
-    return pace

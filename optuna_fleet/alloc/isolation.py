@@ -15,8 +15,9 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
 
 from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.validation import validate
@@ -50,19 +51,11 @@ def in_process(allocator: Allocator, fallback: Allocator, problem: AllocationPro
         return fallen_back(fallback, problem, str(error))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnderWay:
-    problem: AllocationProblem
-    deadline: float
-    answers: Connection
-
-
 class IsolatedAllocator:
     """An :class:`Allocator` in a child process of its own, with a fallback in this one.
 
     The child starts with the first problem (or :meth:`start`), serves many, and is started again
-    after its death. For an event loop: :meth:`submit`, wait until :meth:`fileno` is readable or
-    :meth:`deadline` has come, then :meth:`result`. Not thread-safe.
+    after its death.
 
     Args:
         allocator: Asked first; must be picklable.
@@ -83,11 +76,10 @@ class IsolatedAllocator:
         self._fallback = fallback
         self._grace_s = grace_s
         self._startup_s = startup_s
-        self._child: ModuleProcess | None = None
-        self._way: Connection | None = None  # to the child
-        self._writers: list[threading.Thread] = []
-        self._has_answered = False
-        self._under_way: _UnderWay | None = None
+        self._solver: _Solver | None = None
+        self._closings = 0
+        self._lock = threading.Lock()  # of the two above
+        self._one_at_a_time = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -97,163 +89,132 @@ class IsolatedAllocator:
     @property
     def pid(self) -> int | None:
         """Process id of the child; None if there is none."""
-        return None if self._child is None else self._child.pid
-
-    def allocate(self, problem: AllocationProblem) -> Plan:
-        """Solves ``problem`` and waits for it; never raises for trouble with the solver."""
-        self.submit(problem)
-        return self.result()
+        return None if self._solver is None else self._solver.process.pid
 
     def start(self) -> None:
         """Starts the child, so that the first problem need not wait for its imports.
 
         Raises:
-            OSError, LaunchError: It can't be started; :meth:`submit` would fall back.
+            OSError, LaunchError: It can't be started; :meth:`allocate` would fall back.
         """
-        if self._child is not None and self._child.is_alive():
-            return
-        self._reap()
-        self._has_answered = False
-        self._way, theirs = Pipe()
-        with theirs:
-            # What can be imported here must be found there: the user's allocator, a source
-            # checkout.
-            there = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-            fd = theirs.fileno()
-            self._child = ModuleProcess(__name__, fd, environment=there, pass_fds=(fd,))
+        with self._lock:
+            self._started()
 
-    def submit(self, problem: AllocationProblem) -> None:
-        """Hands ``problem`` to the child and returns at once.
+    def submit(self, problem: AllocationProblem) -> Future[Plan]:
+        """Has a thread :meth:`allocate`, and returns at once."""
+        plan: Future[Plan] = Future()
+        closings = self._closings
 
-        Raises:
-            RuntimeError: The result of the problem before has not been taken.
-        """
-        if self._under_way is not None:
-            raise RuntimeError("A problem is under way; call `result` before the next `submit`.")
-        patience_s = problem.time_limit_s + self._grace_s
-        try:
-            request = pack((self._allocator, problem))
-            self.start()
-            answers = self._sent(request)
-        except Exception as error:
-            _logger.warning("The solver process can't be asked: %r", error)
-            self._reap()
-            answers, nobody = Pipe()
-            nobody.close()
-        patience_s += 0.0 if self._has_answered else self._startup_s
-        self._under_way = _UnderWay(
-            problem=problem, deadline=time.monotonic() + patience_s, answers=answers
-        )
+        def allocate() -> None:
+            try:
+                plan.set_result(self._allocate(problem, closings))
+            except CancelledError:
+                plan.cancel()
+            except BaseException as error:
+                plan.set_exception(error)
 
-    def fileno(self) -> int:
-        """Descriptor that is readable once there is an answer or the child is dead.
+        threading.Thread(target=allocate, daemon=True).start()
+        return plan
 
-        It may change with each :meth:`submit`, and is valid until :meth:`result`.
-
-        Raises:
-            RuntimeError: Nothing was submitted.
-        """
-        return self._current().answers.fileno()
-
-    def deadline(self) -> float | None:
-        """``time.monotonic()`` by which to call :meth:`result`; None if nothing is under way."""
-        return None if self._under_way is None else self._under_way.deadline
-
-    def is_answered(self) -> bool:
-        """Whether :meth:`result` would not have to wait; false if nothing is under way."""
-        current = self._under_way
-        if current is None:
-            return False
-        return current.answers.poll() or time.monotonic() >= current.deadline
-
-    def result(self) -> Plan:
-        """The plan of the problem submitted; waits for it until the deadline.
+    def allocate(self, problem: AllocationProblem) -> Plan:
+        """Solves ``problem`` and waits for it; never raises for trouble with the solver.
 
         Returns:
             The solver's plan if it is valid and came in time; else the fallback's, whose
             ``status`` and ``reason`` begin with "fallback: " and the cause.
 
         Raises:
-            RuntimeError: Nothing was submitted.
+            CancelledError: :meth:`close` was called meanwhile.
         """
-        current = self._current()
-        try:
-            plan = self._receive(current)
-            validate(current.problem, plan)
-        except Exception as error:
-            return self._fall_back(current.problem, self._cause(error))
-        finally:
-            self._under_way = None
-        return plan
+        return self._allocate(problem, self._closings)
 
     def close(self) -> None:
-        """Ends the child; a problem under way is dropped. A later :meth:`submit` starts one."""
-        self._under_way = None
-        self._reap()
-        while self._writers:
-            self._writers.pop().join()  # what it wrote to is gone
+        """Ends the child; who waits for a plan gets none. A later problem starts another one."""
+        with self._lock:
+            self._closings += 1
+            solver, self._solver = self._solver, None
+        if solver is not None:
+            solver.process.kill()
 
-    def _current(self) -> _UnderWay:
-        if self._under_way is None:
-            raise RuntimeError("No problem is under way; call `submit` first.")
-        return self._under_way
-
-    def _sent(self, request: bytes) -> Connection:
-        assert self._way is not None
-        requests = Connection(os.dup(self._way.fileno()), readable=False)
-        # A child that still imports does not read yet, and a socket holds 200 KiB: don't block
-        # the caller.
-        writer = threading.Thread(target=_write, args=(requests, request), daemon=True)
-        writer.start()
-        self._writers = [w for w in self._writers if w.is_alive()] + [writer]
-        return self._way
-
-    def _receive(self, current: _UnderWay) -> Plan:
-        # Looked at even past the deadline: an answer that is there counts.
-        if not current.answers.poll(max(0.0, current.deadline - time.monotonic())):
-            raise TimeoutError
-        answer = current.answers.recv()
-        self._has_answered = True
-        if isinstance(answer, Plan):
-            return answer
-        raise AllocationFailed(str(answer))
-
-    def _cause(self, error: Exception) -> str:
-        match error:
-            case TimeoutError():
-                self._reap()
-                return "solver process exceeded its time and was killed"
-            case EOFError() | OSError():
-                # The way closes a moment before the child can be waited for; its own ending says
-                # more.
-                return f"solver process {self._reap(patience_s=0.5)}"
-            case AllocationFailed():
-                return f"solver failed with {error}"
-            case ValueError():
-                return f"solver's answer was refused: {error}"
-        self._reap()
-        return f"solver's answer was not readable: {error!r}"
-
-    def _fall_back(self, problem: AllocationProblem, cause: str) -> Plan:
+    def _allocate(self, problem: AllocationProblem, closings: int) -> Plan:
+        with self._one_at_a_time:
+            try:
+                request = pack((self._allocator, problem))
+                with self._lock:
+                    solver = self._started() if closings == self._closings else None
+                if solver is None:
+                    raise CancelledError
+                plan = solver.plan(request, problem.time_limit_s + self._grace_s, self._startup_s)
+                validate(problem, plan)
+                return plan
+            except Exception as error:
+                if closings != self._closings:
+                    raise CancelledError from error
+                cause = _cause(error)
         _logger.warning(
             "Allocation by %s instead of %s: %s", self._fallback.name, self.name, cause
         )
         return fallen_back(self._fallback, problem, cause)
 
-    def _reap(self, patience_s: float = 0.0) -> str:
-        """Ends the child if it lives on for ``patience_s``; says how it ended."""
-        child, self._child, self._way = self._child, None, None
-        if child is None:
-            return "could not be asked"
-        wait([child.fileno()], patience_s)
-        child.kill()
-        return f"ended with {cause_of_death(child.exit_code or 0)}"
+    def _started(self) -> _Solver:
+        if self._solver is None or not self._solver.process.is_alive():
+            self._solver = _Solver()
+        return self._solver
 
 
-def _write(requests: Connection, request: bytes) -> None:
-    # A dead child is seen by the one who waits for its answer.
-    with contextlib.suppress(OSError), requests:
-        requests.send_bytes(request)
+def _cause(error: Exception) -> str:
+    match error:
+        case AllocationFailed():
+            return str(error)
+        case ValueError():
+            return f"solver's answer was refused: {error}"
+    return f"solver process can't be asked or understood: {error!r}"
+
+
+class _Solver:
+    """The child process, seen from here."""
+
+    def __init__(self) -> None:
+        self._way, theirs = Pipe()
+        with theirs:
+            # What can be imported here must be found there: the user's allocator, a source
+            # checkout.
+            there = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+            fd = theirs.fileno()
+            self.process = ModuleProcess(__name__, fd, environment=there, pass_fds=(fd,))
+        self._has_answered = False
+        self._is_late = False
+
+    def plan(self, request: bytes, limit_s: float, startup_s: float) -> Plan:
+        """Its answer, within so many seconds, and others if it may still import.
+
+        Raises:
+            AllocationFailed: There is none, and why.
+        """
+        late = threading.Timer(limit_s + (0.0 if self._has_answered else startup_s), self._end)
+        late.daemon = True
+        late.start()
+        try:
+            self._way.send_bytes(request)
+            answer = self._way.recv()
+        except (EOFError, OSError) as error:
+            raise AllocationFailed(f"solver process {self._ending()}") from error
+        finally:
+            late.cancel()
+        self._has_answered = True
+        if isinstance(answer, Plan):
+            return answer
+        raise AllocationFailed(f"solver failed with {answer}")
+
+    def _end(self) -> None:
+        self._is_late = True
+        self.process.kill()
+
+    def _ending(self) -> str:
+        self.process.close()  # the way closes a moment before the process can be waited for
+        if self._is_late:
+            return "exceeded its time and was killed"
+        return f"ended with {cause_of_death(self.process.exit_code or 0)}"
 
 
 # -- in the child ---------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ import importlib.util
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from optuna_fleet.alloc.draft import Choice, kind_of_share, share_of
+from optuna_fleet.alloc.draft import Decision, kind_of_share, share_of
 from optuna_fleet.alloc.problem import SEVERAL, AllocationFailed, AllocationProblem
 from optuna_fleet.alloc.program import TIE, Key, Program, Worth, by_slope
 from optuna_fleet.alloc.streams import phases_of
@@ -42,24 +41,6 @@ MOST_FLOTILLAS = 40
 
 _LARGEST = 1e5  # what the objective is scaled to: CBC takes what differs by 1e-4 for equal
 _RELATIVE_GAP = 1e-4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Who gets what.
-
-    Attributes:
-        choice: Devices of each trial that flies, those included that can't move.
-        status: "optimal", "feasible" (the time limit came first), "trivial" (nothing was to be
-            decided), or "fallback: ..." with the cause.
-        gap: Relative distance to the solver's bound; None if there is none.
-        solver: Who decided; empty if nobody had to.
-    """
-
-    choice: Choice
-    status: str
-    gap: float | None = None
-    solver: str = ""
 
 
 def decide(problem: AllocationProblem, worth: Worth, *, flotilla_cost: float = 0.0) -> Decision:
@@ -79,44 +60,6 @@ def decide(problem: AllocationProblem, worth: Worth, *, flotilla_cost: float = 0
     return decision if is_better else replace(decision, choice=start)
 
 
-def new_model() -> Any:
-    """A `mip.Model` to be maximised, by HiGHS where that is installed, else by CBC."""
-    # Imported late: the driver names what uses it, but only the solver process loads it.
-    import mip
-
-    model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.HIGHS if _has_highs() else mip.CBC)
-    model.verbose = 0
-    model.threads = 1
-    model.preprocess = 0  # CBC of python-mip 2.0 aborts in its preprocessing on valid models
-    model.max_mip_gap = _RELATIVE_GAP
-    return model
-
-
-def optimized(model: Any, limit_s: float) -> bool:
-    """Solves it; says whether nothing is better than what was found.
-
-    Raises:
-        AllocationFailed: Nothing was found within the time.
-    """
-    import mip
-
-    status = model.optimize(max_seconds=limit_s)
-    if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
-        raise AllocationFailed(f"the solver ended with {status.name} after {limit_s:g} s at most")
-    return bool(status == mip.OptimizationStatus.OPTIMAL)
-
-
-@contextmanager
-def failing() -> Iterator[None]:
-    """Turns whatever a solver raises into `AllocationFailed`."""
-    try:
-        yield
-    except AllocationFailed:
-        raise
-    except Exception as error:
-        raise AllocationFailed(f"the solver failed: {type(error).__name__}: {error}") from error
-
-
 @lru_cache(maxsize=1)
 def _has_highs() -> bool:
     return any(importlib.util.find_spec(name) for name in ("highspy", "highsbox"))
@@ -128,28 +71,50 @@ def _solve(program: Program) -> Decision:
     Raises:
         AllocationFailed: Nothing was found within the time, or the solver failed.
     """
-    with failing():
-        model = new_model()
-        # They save four fifths of the time where only devices of one type are short. Else CBC
-        # looks for them whatever the time limit, and then has nothing.
-        model.cuts = int(len(program.room) == 1 and not program.has_flotillas)
+    try:
+        # Imported late: the driver names what uses it, but only the solver process loads it.
+        import mip
+
+        model = _new_model(program)
         x, z = _build(model, program)
-        is_optimal = optimized(model, program.problem.time_limit_s)
+        status = model.optimize(max_seconds=program.problem.time_limit_s)
+        if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
+            cause = f"{status.name} after {program.problem.time_limit_s:g} s at most"
+            raise AllocationFailed(f"the solver ended with {cause}")
         chosen = [key for key, var in x.items() if var.x > 0.5]
         taken = {key: round(var.x) for key, var in z.items()}
         gap = float(model.gap)
+    except AllocationFailed:
+        raise
+    except Exception as error:
+        raise AllocationFailed(f"the solver failed: {type(error).__name__}: {error}") from error
     choice = {**program.fixed}
     for number, kind, m in chosen:
         mixture = {k: taken[number, k] for k in program.room if taken.get((number, k))}
         choice[number] = mixture if kind == SEVERAL else {kind: m}
     name = type(model.solver).__name__.removeprefix("Solver").upper()
-    _logger.debug("%s: optimal %s, gap %g, %d options", name, is_optimal, gap, len(x))
+    _logger.debug("%s: %s, gap %g, %d options", name, status.name, gap, len(x))
     return Decision(
         choice=choice,
-        status="optimal" if is_optimal else "feasible",
+        status="optimal" if status == mip.OptimizationStatus.OPTIMAL else "feasible",
         gap=gap if math.isfinite(gap) else None,
         solver=name,
     )
+
+
+def _new_model(program: Program) -> Any:
+    """An empty one, to be maximised by HiGHS where that is installed, else by CBC."""
+    import mip
+
+    model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.HIGHS if _has_highs() else mip.CBC)
+    model.verbose = 0
+    model.threads = 1
+    model.preprocess = 0  # CBC of python-mip 2.0 aborts in its preprocessing on valid models
+    model.max_mip_gap = _RELATIVE_GAP
+    # They save four fifths of the time where only devices of one type are short. Else CBC
+    # looks for them whatever the time limit, and then has nothing.
+    model.cuts = int(len(program.room) == 1 and not program.has_flotillas)
+    return model
 
 
 def _build(model: Any, program: Program) -> tuple[dict[Key, Any], dict[tuple[int, str], Any]]:

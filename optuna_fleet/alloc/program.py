@@ -9,13 +9,10 @@ from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optuna_fleet.alloc.draft import Choice, Draft, kind_of_share, rates_of
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
 from optuna_fleet.alloc.streams import flotillas_of, stream_limit
-
-FloatArray = NDArray[np.float64]
 
 Key = tuple[int, str, int]
 """(trial number, device type, devices)."""

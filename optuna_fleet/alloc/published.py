@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.draft import Draft, Drawn, homes, rates_of
-from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import demand, flotillas_of
 
@@ -37,9 +36,9 @@ class SingleDeviceAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
         draft = _at_random(problem, self.seed, lambda _, rates: sum(rates.values()))
-        placed = place(problem, draft.at_least_one())
-        groups = [[number] for number in sorted(placed)]
-        return plan_of(problem, placed, groups=groups, allocator=self.name)
+        made = draft.at_least_one()
+        groups = [[number] for number in sorted(made.choice)]
+        return plan_of(problem, made, groups=groups, allocator=self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class HomogeneousAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
         draft = _at_random(problem, self.seed, demand)
-        return plan_of(problem, place(problem, draft.at_least_one()), allocator=self.name)
+        return plan_of(problem, draft.at_least_one(), allocator=self.name)
 
 
 def _at_random(problem: AllocationProblem, seed: int, drawn: Drawn) -> Draft:
@@ -113,10 +112,10 @@ class FleetAllocator:
         flotilla.open()
         flotilla.join(self.delta)
         flotilla.speed_up()
-        placed = place(problem, flotilla.draft.at_least_one())
-        own = sorted(placed.keys() - problem.pinned.keys())
+        made = flotilla.draft.at_least_one()
+        own = sorted(made.choice.keys() - problem.pinned.keys())
         groups = [*flotilla.others, *([own] if own else [])]
-        return plan_of(problem, placed, groups=groups, allocator=self.name)
+        return plan_of(problem, made, groups=groups, allocator=self.name)
 
 
 class _Flotilla:
@@ -222,7 +221,7 @@ class EqualSplitAllocator:
             # No device is to be idle because those who could have it wait.
             least = 0 if self.published else c.min_devices
             widen(c, shares[c.number] or least)
-        return plan_of(problem, place(problem, draft.at_least_one()), allocator=self.name)
+        return plan_of(problem, draft.at_least_one(), allocator=self.name)
 
     def _shares(self, problem: AllocationProblem, on: Mapping[int, str]) -> dict[int, int]:
         """Devices that each trial is to have, if all can move."""

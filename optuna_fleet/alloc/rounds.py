@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from optuna_fleet.alloc.assembly import plan_as_decided, plan_of
+from optuna_fleet.alloc.assembly import plan_of
+from optuna_fleet.alloc.draft import Decision
 from optuna_fleet.alloc.model import decide
-from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.program import Program, by_slope
 
@@ -38,7 +38,7 @@ class MipAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""
         made = decide(problem, partial(self.gains, problem), flotilla_cost=self.flotilla_cost)
-        return plan_as_decided(problem, made, allocator=self.name)
+        return plan_of(problem, made, allocator=self.name)
 
     def gains(
         self, problem: AllocationProblem, candidate: Candidate, kind: str
@@ -71,7 +71,7 @@ class GreedyAllocator:
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
         choice, _ = by_slope(Program.of(problem, partial(self._gains, problem)))
-        return plan_of(problem, place(problem, choice), allocator=self.name)
+        return plan_of(problem, Decision(choice=choice), allocator=self.name)
 
     def _gains(
         self, problem: AllocationProblem, candidate: Candidate, kind: str

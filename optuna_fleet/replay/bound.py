@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from optuna_fleet.alloc.fluid import fluid_optimum, fluid_seconds
+from optuna_fleet.alloc.fluid import Rates, fluid_optimum
 from optuna_fleet.replay.workload import SimulatedTrial
 
 
 def lower_bound_s(trials: Sequence[SimulatedTrial], num_devices: int | Mapping[str, int]) -> float:
     """No schedule is shorter, however clever: moves are free, and every length is known.
+
+    With several device types each trial trains as fast as on those that suit it best, wherever
+    it is: there the bound is not as sharp.
 
     Args:
         trials: At least one.
@@ -19,32 +22,24 @@ def lower_bound_s(trials: Sequence[SimulatedTrial], num_devices: int | Mapping[s
         Seconds: the fluid optimum of all the work, or the latest a trial can end that starts as it
         is submitted and flies alone.
     """
-    work = [t.work for t in trials]
-    if isinstance(num_devices, Mapping):
-        num_by_kind = num_devices
-        total = sum(num_by_kind.values())
-        rates = [
-            {k: t.rates_on(k)[: total if t.spans_types else n] for k, n in num_by_kind.items()}
-            for t in trials
-        ]
-        fluid_s = fluid_seconds(rates, work, num_by_kind)
-    else:
-        num_by_kind = {"": num_devices}
-        fluid_s, _ = fluid_optimum([t.rates for t in trials], work, num_devices)
-    return max(fluid_s, *(t.submit_s + t.work / _fastest(t, num_by_kind) for t in trials))
+    num_by_kind = num_devices if isinstance(num_devices, Mapping) else {"": num_devices}
+    total = sum(num_by_kind.values())
+    rates = [_best_rates(t, num_by_kind, total) for t in trials]
+    fluid_s, _ = fluid_optimum(rates, [t.work for t in trials], total)
+    alone = (t.submit_s + t.work / max(own) for t, own in zip(trials, rates, strict=True))
+    return max(fluid_s, *alone)
 
 
-def _fastest(trial: SimulatedTrial, num_by_kind: Mapping[str, int]) -> float:
-    """On the devices that suit it best."""
-    on_one_type = max(max(trial.rates_on(kind)[:n]) for kind, n in num_by_kind.items())
+def _best_rates(trial: SimulatedTrial, num_by_kind: Mapping[str, int], total: int) -> Rates:
+    """Of each number of devices, on those of as many that suit it best."""
+    most = total if trial.spans_types else max(num_by_kind.values())
+    widths = range(1, min(most, len(trial.rates)) + 1)
+    return tuple(_best_rate(trial, m, num_by_kind) for m in widths)
+
+
+def _best_rate(trial: SimulatedTrial, m: int, num_by_kind: Mapping[str, int]) -> float:
     if not trial.spans_types:
-        return on_one_type
-    most = min(sum(num_by_kind.values()), len(trial.rates))
-    return max(on_one_type, *(_fastest_on(m, trial, num_by_kind) for m in range(1, most + 1)))
-
-
-def _fastest_on(m: int, trial: SimulatedTrial, num_by_kind: Mapping[str, int]) -> float:
-    """On `m` devices, of several types where one has not so many."""
+        return max(trial.rates_on(kind)[m - 1] for kind, n in num_by_kind.items() if n >= m)
     chosen: dict[str, int] = {}
     for kind in sorted(num_by_kind, key=lambda kind: -trial.rates_on(kind)[m - 1]):
         chosen[kind] = min(num_by_kind[kind], m - sum(chosen.values()))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc.fluid import fluid_optimum, fluid_seconds
+from optuna_fleet.alloc.fluid import fluid_optimum
 
 LINEAR = (10.0, 20.0, 30.0, 40.0)
 BENT = (10.0, 15.0, 17.5, 18.75)
@@ -91,26 +91,3 @@ def test_nobody_gets_more_than_its_peak(rates):
 
 
 # -- several device types -----------------------------------------------------------------------
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.tuples(st.floats(10, 400), st.floats(0.8, 1), st.floats(1e3, 1e6)), min_size=1),
-    st.integers(1, 4),
-    st.integers(1, 4),
-)
-def test_types_that_are_alike_have_the_bound_of_one(trials, few, more):
-    total = few + more
-    rates = [tuple(r * m * f ** (m - 1) for m in range(1, total + 1)) for r, f, _ in trials]
-    work = [w for _, _, w in trials]
-    exact_s, _ = fluid_optimum(rates, work, total)
-    one_s = fluid_seconds([{"a": r} for r in rates], work, {"a": total})
-    assert one_s <= exact_s <= one_s * 1.0001
-    two_s = fluid_seconds([{"a": r, "b": r} for r in rates], work, {"a": few, "b": more})
-    assert two_s >= one_s * 0.9999  # nobody flies on both at once
-
-
-def test_the_bound_of_unlike_types_shares_trials_out_by_what_suits_them():
-    rates = [{"a": (300.0,), "b": (100.0,)}, {"a": (100.0,), "b": (100.0,)}]
-    bound_s = fluid_seconds(rates, [900.0, 300.0], {"a": 1, "b": 1})
-    assert bound_s == pytest.approx(3.0, rel=1e-4)

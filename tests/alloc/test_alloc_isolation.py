@@ -2,10 +2,10 @@
 
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from multiprocessing.connection import Pipe
 
@@ -39,39 +39,35 @@ def isolated():
         allocator.close()
 
 
-def wait_readable(allocator):
-    poll = select.poll()
-    poll.register(allocator.fileno(), select.POLLIN)
-    assert poll.poll(240_000)
-
-
 def test_the_plan_is_that_of_the_isolated_allocator(isolated):
     allocator = isolated(MipAllocator())
     assert allocator.name == "mip"
     assert allocator.allocate(GOOD) == MipAllocator().allocate(GOOD)
 
 
-def test_submit_wait_result(isolated):
+def test_plans_that_are_submitted_come_one_after_the_other(isolated):
     allocator = isolated(Misbehaving("prattle"))
-    assert allocator.deadline() is None
-    allocator.submit(GOOD)
-    assert allocator.deadline() is not None
-    with pytest.raises(RuntimeError, match="under way"):
-        allocator.submit(GOOD)
-    wait_readable(allocator)
-    assert allocator.result().allocator == "misbehaving"
-    assert allocator.deadline() is None
-    with pytest.raises(RuntimeError, match="submit"):
-        allocator.result()
+    plans = [allocator.submit(GOOD) for _ in range(3)]
+    assert [plan.result(240).allocator for plan in plans] == ["misbehaving"] * 3
 
 
-def test_a_child_killed_in_mid_solve_wakes_the_caller(isolated):
+def test_a_child_killed_in_mid_solve_is_told_at_once(isolated):
     allocator = isolated(Misbehaving("hang"))
-    allocator.submit(BAD)
+    allocator.start()
+    plan = allocator.submit(BAD)
     os.kill(allocator.pid, signal.SIGKILL)
-    wait_readable(allocator)
     cause = "fallback: solver process ended with signal SIGKILL"
-    assert allocator.result().status.startswith(cause)
+    assert plan.result(240).status.startswith(cause)
+    assert allocator.allocate(GOOD).allocator == "misbehaving"
+
+
+def test_who_waits_while_it_is_closed_gets_no_plan(isolated):
+    allocator = isolated(Misbehaving("hang"))
+    allocator.allocate(GOOD)
+    plan = allocator.submit(BAD)
+    allocator.close()
+    with pytest.raises(CancelledError):
+        plan.result(240)
     assert allocator.allocate(GOOD).allocator == "misbehaving"
 
 
@@ -103,16 +99,14 @@ def test_what_the_solver_prints_is_not_taken_for_its_answer(isolated):
 def test_a_problem_larger_than_a_pipe_does_not_block_submit(isolated):
     wide = tuple(Candidate(number=n, rates=(50.0 + n / 7,) * 600) for n in range(40))
     allocator = isolated(Misbehaving("prattle"))
-    allocator.submit(replace(GOOD, candidates=wide))
-    assert len(allocator.result().assignments) == 4
+    plan = allocator.submit(replace(GOOD, candidates=wide))
+    assert len(plan.result(240).assignments) == 4
 
 
-def test_an_allocator_that_can_not_be_sent_falls_back_and_the_loop_wakes(isolated):
+def test_an_allocator_that_can_not_be_sent_falls_back(isolated):
     unsendable = Misbehaving("hang", name=(n for n in "x"))
-    allocator = isolated(unsendable)
-    allocator.submit(GOOD)
-    wait_readable(allocator)
-    assert allocator.result().status.startswith("fallback: solver process")
+    plan = isolated(unsendable).allocate(GOOD)
+    assert plan.status.startswith("fallback: solver process can't be asked")
 
 
 def test_interrupting_the_driver_leaves_the_child_alone(isolated):

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from optuna_fleet import Checkpoints, FleetExecutor
-from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.policies import POLICIES, Own
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, run, small_model, small_pipeline, train_epoch
+from tests.placed_plans import placed_plan
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Restless:
             if number not in placed and free:
                 placed[number] = (min(others or free),)
                 free.difference_update(placed[number])
-        alone = [[number] for number in placed]
-        return plan_of(problem, placed, groups=alone, allocator=self.name)
+        return placed_plan(problem, placed, [[number] for number in placed])
 
 
 class Stubborn:

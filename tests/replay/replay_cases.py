@@ -18,6 +18,7 @@ from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
 from optuna_fleet.resources import Device, Fleet
+from tests.placed_plans import placed_plan
 
 KIND = "test"
 LINEAR = tuple(10.0 * m for m in range(1, 9))
@@ -38,18 +39,10 @@ class Scripted:
         self.together = together
 
     def allocate(self, problem: AllocationProblem) -> Plan:
-        from optuna_fleet.alloc.assembly import plan_of
-
         wanted = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         placed = {n: d for n, d in wanted.items() if n in problem.by_number}
         groups = [list(placed)] if self.together else [[n] for n in placed]
-        return plan_of(
-            problem,
-            placed,
-            groups=[g for g in groups if g],
-            allocator=self.name,
-            status="scripted",
-        )
+        return placed_plan(problem, placed, [g for g in groups if g])
 
 
 class Checked:

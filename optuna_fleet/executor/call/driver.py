@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from types import FrameType
 
-from optuna_fleet.events import Allocate, Event, PlanDecided
+from optuna_fleet.events import Event, PlanDecided
 from optuna_fleet.exceptions import FleetError, LaunchError
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
@@ -38,7 +37,6 @@ class Driver:
         self._receiver = Receiver(parts)
         self._performer = Performer(parts)
         self._events: list[Event] = []
-        self._deciding = False
         self.interrupts = Interrupts()
         self.has_freed_devices = False
 
@@ -72,7 +70,7 @@ class Driver:
 
     def _wait(self) -> None:
         self.interrupts.check()
-        parts, allocator, inbox = self._parts, self._runtime.allocator, self._runtime.inbox
+        parts, inbox = self._parts, self._runtime.inbox
         wait_s = max(0.0, min(self._waits_s()))
         for _ in range(_AT_ONCE):
             if (event := inbox.get(wait_s)) is None:
@@ -83,9 +81,9 @@ class Driver:
                 self._work()
         if parts.calls.go_on():
             self._events += parts.outcomes.propose(again=True)
-        if self._deciding and allocator.is_answered():
-            self._deciding = False
-            self._events.append(PlanDecided(plan=allocator.result()))
+        if (plan := self._performer.plan) is not None and plan.done():
+            self._performer.plan = None
+            self._events.append(PlanDecided(plan=plan.result()))
         for device in parts.deadlines.take_expired():
             self._runtime.kill(device)
         parts.saves.save_within_epochs()
@@ -95,16 +93,13 @@ class Driver:
 
     def _waits_s(self) -> list[float]:
         parts = self._parts
-        waits = [
+        return [
             *parts.deadlines.waits_s(),
             *self._receiver.waits_s(),
             *parts.progress.waits_s(),
             *parts.watchdog.waits_s(),
             *parts.saves.waits_s(),
         ]
-        if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
-            waits.append(deadline - time.monotonic())
-        return waits
 
     def _work(self) -> None:
         if not self._events:
@@ -116,7 +111,6 @@ class Driver:
             self._parts.devices.write()
             for instruction in self._controller.handle(*events):
                 self._journal.note(instruction)
-                self._deciding |= isinstance(instruction, Allocate)
                 self._events += self._performer.carry_out(instruction)
         self._runtime.agents.want(self._controller.most_usable)
 
@@ -133,7 +127,7 @@ class Driver:
         runs, launched = self._parts.runs, self._parts.launcher.launched
         busy = {device for run in runs.values() for device in run.launch.devices}
         try:
-            if self._deciding:
+            if self._performer.plan is not None:
                 self._runtime.allocator.close()
             self._parts.outcomes.end_all(launched, runs.values(), error)
             self._end_log("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")

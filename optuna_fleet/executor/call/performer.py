@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from typing_extensions import assert_never
 
+from optuna_fleet.alloc import Plan
 from optuna_fleet.events import (
     Abort,
     Allocate,
@@ -31,9 +34,14 @@ _ABORT_GRACE_S = 10.0
 
 
 class Performer:
-    """Carries out instructions, in order; returns what is news to the controller."""
+    """Carries out instructions, in order; returns what is news to the controller.
+
+    Attributes:
+        plan: The one that is being made.
+    """
 
     def __init__(self, parts: Parts) -> None:
+        self.plan: Future[Plan] | None = None
         self._parts = parts
         self._runs = parts.runs
 
@@ -48,8 +56,8 @@ class Performer:
             case BeginCheck():
                 parts.checks.begin(instruction)
             case Allocate():
-                parts.runtime.allocator.submit(instruction.problem)
-                parts.runtime.inbox.when_readable(parts.runtime.allocator, PlanReady())
+                self.plan = parts.runtime.allocator.submit(instruction.problem)
+                self.plan.add_done_callback(lambda _: parts.runtime.inbox.put(PlanReady()))
             case AnswerEpoch():
                 self._answer_epoch(self._runs[instruction.run_id], instruction)
             case Interrupt():
