@@ -1,7 +1,7 @@
 """A hyperparameter and architecture sweep of CNNs on scikit-learn's handwritten digits.
 
 python examples/digits.py  # 24 trials on 4 device slots, about a minute on 2 cores
-python examples/digits.py --trials 60 --devices 8 --picture timeline.png
+python examples/digits.py --trials 60 --devices 8 --picture timeline.html
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 from optuna_fleet import FleetExecutor, SharedPipeline, take_apart
-from optuna_fleet.visualization import plot_timeline, save_timeline
+from optuna_fleet.visualization import plot_timeline
 
 
 class Digits(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12, help="of each trial")
     parser.add_argument("--devices", type=int, help="default: all GPUs, or 4 CPU slots")
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
-    parser.add_argument("--picture", default="digits.png", help="where to draw the timeline")
+    parser.add_argument("--picture", default="digits.html", help="where to draw the timeline")
     arguments = parser.parse_args()
 
     if arguments.devices is None and not torch.cuda.device_count():
@@ -135,8 +135,7 @@ def main() -> None:
         f"Best trial: {study.best_trial.number}, accuracy {study.best_value:.4f} with "
         f"{study.best_params}"
     )
-    save_timeline(study, arguments.picture)
-    plot_timeline(study).write_html(arguments.picture.rsplit(".", 1)[0] + ".html")
+    plot_timeline(study).write_html(arguments.picture)
     print(f"The timeline is drawn in {arguments.picture}.")
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
-from optuna_fleet.visualization import save_timeline
+from optuna_fleet.visualization import plot_timeline
 
 NUM_CHARACTERS = 128
 LENGTH = 48
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"Trial {trial.number}: {trial.state.name}, {stages} stages, {trial.params}")
     print(f"Best trial: {study.best_trial.number}, loss {study.best_value:.4f}")
     if arguments.picture:
-        save_timeline(study, arguments.picture)
+        plot_timeline(study).write_html(arguments.picture)
         print(f"The timeline is drawn in {arguments.picture}.")
 
 

@@ -33,7 +33,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.transforms import v2
 
 from optuna_fleet import FleetExecutor, SharedPipeline, take_apart
-from optuna_fleet.visualization import save_timeline
+from optuna_fleet.visualization import plot_timeline
 
 Photographs = list[tuple[str, int]]
 
@@ -328,7 +328,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--classes", type=int, help="use the first so many; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
-    parser.add_argument("--picture", default="nas.png", help="where to draw the timeline")
+    parser.add_argument("--picture", default="nas.html", help="where to draw the timeline")
     parser.add_argument(
         "--make-folder",
         type=Path,
@@ -383,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if fleet.summary is not None:
         uses = fleet.summary.sharing_factor
         print(f"Each photograph that was decoded and cropped was used {uses:.1f} times.")
-    save_timeline(study, arguments.picture)
+    plot_timeline(study).write_html(arguments.picture)
     print(f"The timeline is drawn in {os.path.abspath(arguments.picture)}.")
 
 

@@ -36,7 +36,7 @@ from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
 from optuna_fleet.replay.workload import SimulatedTrial
-from optuna_fleet.visualization.live.top import add_top
+from optuna_fleet.visualization.top import add_top
 
 Simulated = Callable[[Policy], tuple[dict[str, Any], Outcome]]
 """What became of a policy, and how."""
@@ -297,7 +297,10 @@ def _add_trace(commands: Any) -> None:
 def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> None:
     command.add_argument("--json", type=Path, metavar="OUT.json", help="'-' for standard output")
     command.add_argument(
-        "--gantt", type=Path, metavar="OUT.png", help="picture of devices over time (matplotlib)"
+        "--gantt",
+        type=Path,
+        metavar="OUT.html",
+        help="devices over time, for a browser",
     )
     command.set_defaults(run=_run_and_report, scenario=run)
 

@@ -227,9 +227,7 @@ def _of_torch(torch: Any, name: str) -> Any:
         case "default_dtype":
             return str(torch.get_default_dtype()).removeprefix("torch.")
         case "default_device":
-            with suppress(AttributeError):  # torch 2.4, once one was set and then none
-                return str(torch.get_default_device().type)
-            return "cpu"
+            return str(torch.get_default_device().type)
         case "deterministic_algorithms":
             warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
             return torch.are_deterministic_algorithms_enabled(), warn_only

@@ -1,8 +1,7 @@
-"""Timelines of made-up studies: what the bars say, and that both pictures show it."""
+"""Timelines of made-up studies: what the figure shows."""
 
 import dataclasses
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -10,14 +9,13 @@ import sys
 import optuna
 import plotly.graph_objects as go
 import pytest
-from matplotlib.image import imread
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState
 
 from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, PIPELINE_KEY, DeviceSpan
-from optuna_fleet.visualization import plot_timeline, save_timeline
+from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.figure import colour_of
 
 START = 1.7e9
@@ -219,28 +217,9 @@ def test_a_study_that_never_flew_gives_an_empty_figure_and_a_warning(caplog):
     assert ["No flights are recorded" in a.text for a in figure.layout.annotations] == [True]
 
 
-@pytest.mark.parametrize("draw", [plot_timeline, lambda study: save_timeline(study, "x.png")])
-def test_what_is_no_study_is_refused_in_words(draw):
+def test_what_is_no_study_is_refused_in_words():
     with pytest.raises(FleetConfigError, match="`study` is 'sweep', but must be a study, as of"):
-        draw("sweep")
-
-
-def test_what_is_no_path_is_refused_in_words(study):
-    with pytest.raises(FleetConfigError, match="`path` is None, but must be where to write, as"):
-        save_timeline(study, None)
-
-
-def test_the_picture_has_the_colours_of_its_trials(study, tmp_path):
-    save_timeline(study, tmp_path / "timeline.png")
-    pixels = imread(tmp_path / "timeline.png")
-    height, width, _ = pixels.shape
-    assert width == 1600
-    assert height <= 200 + 60 * 3
-    shown = {tuple(p) for p in (pixels[::3, ::3, :3].reshape(-1, 3) * 255).round().astype(int)}
-    for number in range(4):
-        hexes = colour_of(number).removeprefix("#")
-        assert tuple(bytes.fromhex(hexes)) in shown
-    assert (pixels[0, :, :3] == 1).all()  # white, in dark mode too
+        plot_timeline("sweep")
 
 
 def test_the_figure_draws_the_lane_below_the_devices(watched):
@@ -262,49 +241,8 @@ def one(figure, name):
     return found
 
 
-def test_the_picture_shows_the_lane(watched, tmp_path):
-    save_timeline(watched, tmp_path / "with.png")
-    pixels = imread(tmp_path / "with.png")
-    shown = {tuple(p) for p in (pixels[:, :, :3].reshape(-1, 3) * 255).round().astype(int)}
-    for colour in ("9DB4C0", "B2182B", "222222"):
-        assert tuple(bytes.fromhex(colour)) in shown
-    assert pixels.shape[0] == imread(drawn_without_lane(tmp_path)).shape[0] + 60
-
-
-def drawn_without_lane(folder):
-    study = optuna.create_study()
-    add_trial(study, flight([0, 1, 4], 0, 1))
-    save_timeline(study, folder / "without.png")
-    return folder / "without.png"
-
-
-@pytest.mark.parametrize("ending", ["svg", "pdf"])
-def test_other_formats_and_empty_studies_can_be_saved(tmp_path, ending):
-    path = f"{tmp_path}/timeline.{ending}"
-    save_timeline(optuna.create_study(), path)
-    assert os.path.getsize(path) > 1000
-
-
-def test_names_are_no_formulas(tmp_path):
-    study = optuna.create_study(study_name=r"from $1 to $\x")
-    add_trial(study, flight([0, 1], 0, 10))
-    add_stays(study, (0, "$a", 0, 10), (1, r"$\b$", 0, 10))
-    save_timeline(study, tmp_path / "names.svg")
-    text = (tmp_path / "names.svg").read_text()
-    assert all(f"<!-- {label}" in text for label in (r"from $1 to $\x: ", "$a  0 ", r"$\b$  1 "))
-
-
-def test_without_matplotlib_the_error_says_what_to_install(study, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        save_timeline(study, tmp_path / "timeline.png")
-
-
 def test_importing_draws_in_no_heavy_package():
-    code = (
-        "import sys, optuna_fleet.visualization; "
-        "print({'torch', 'plotly', 'matplotlib'} & set(sys.modules))"
-    )
+    code = "import sys, optuna_fleet.visualization; print({'torch', 'plotly'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -387,10 +325,3 @@ def test_one_node_changes_nothing(study):
     before = plot_timeline(study)
     add_stays(study, *[(device, "a", 5, 40) for device in (0, 1, 4, 5)])
     assert plot_timeline(study) == before
-
-
-def test_a_picture_has_room_for_the_names_of_nodes(on_nodes, tmp_path):
-    save_timeline(on_nodes, tmp_path / "nodes.svg")
-    text = (tmp_path / "nodes.svg").read_text()
-    assert all(f"<!-- {label} -->" in text for label in ("a  0", "b  1", IS_THERE))
-    assert "of 2 nodes" in text

@@ -9,7 +9,6 @@ from optuna.samplers import RandomSampler
 
 from optuna_fleet.events import EpochDecision, MoveRefused
 from optuna_fleet.preflight.notes import Order, Rehearsed
-from optuna_fleet.sampler_bridge.choices import Chosen, PackedChoice
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall, Report, ShouldPrune
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
@@ -49,14 +48,14 @@ class RehearsedSession(Session):
             raise UnfitError(f"no value was given for the parameter {name!r}")
         if not is_primitive(given := (self._order.params or {}).get(name)):
             return given
-        packed = {}  # choices that are objects, by their position
+        objects = {}  # of the choices, by their position
         if kind == "suggest_categorical":
-            packed = {i: c for i, c in enumerate(args[0]) if isinstance(c, PackedChoice)}
-            args = ([i if i in packed else choice for i, choice in enumerate(args[0])],)
+            objects = {i: c for i, c in enumerate(args[0]) if not is_primitive(c)}
+            args = ([i if i in objects else choice for i, choice in enumerate(args[0])],)
         value = getattr(self._trial, kind)(name, *args, **kwargs)
         self._notes.params[name] = value
-        if type(value) is int and value in packed:
-            return Chosen(index=value)
+        if type(value) is int and value in objects:
+            return objects[value]
         if is_primitive(value):
             self.parameters[name] = value
         return value

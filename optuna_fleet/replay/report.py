@@ -11,7 +11,7 @@ import numpy as np
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.progress import Progress, Totals
 from optuna_fleet.replay.simulation import Outcome
-from optuna_fleet.visualization.picture import save
+from optuna_fleet.visualization.figure import figure_of
 from optuna_fleet.visualization.timeline import Bar, Mark, Timeline
 
 
@@ -119,18 +119,15 @@ def _shown(value: Any) -> str:
 
 
 def save_gantt(outcome: Outcome, path: Path, name: str) -> None:
-    """Save devices over time, coloured by trial, under a name.
+    """Save devices over time, coloured by trial, as a page for a browser.
 
     Raises:
-        FleetConfigError: The file can't be written, or its ending names no known format.
-        ImportError: matplotlib is not installed.
+        FleetConfigError: The file can't be written.
     """
     try:
-        save(Timeline(name=name, bars=tuple(_bars(outcome))), path)
+        figure_of(Timeline(name=name, bars=tuple(_bars(outcome)))).write_html(path)
     except OSError as error:
         raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
-    except ValueError as error:
-        raise FleetConfigError(f"{path} can't be drawn: {error}.") from error
 
 
 def _bars(outcome: Outcome) -> Iterator[Bar]:

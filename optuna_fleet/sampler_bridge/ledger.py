@@ -23,11 +23,10 @@ from optuna_fleet.exceptions import (
     is_out_of_memory,
     shown,
 )
-from optuna_fleet.sampler_bridge import choices, compat
+from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.patience import Patience, is_gone
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.records import Records
-from optuna_fleet.sampler_bridge.repeats import Repeats
 from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import is_primitive, unpack
 
@@ -69,7 +68,7 @@ class Ledger:
         self._callbacks = list(callbacks or ())
         self._gc_after_trial = gc_after_trial
         self._progress_bar = progress_bar
-        self._repeats = Repeats()
+        self._repeats = _Repeats()
 
     def carry_out(self, number: int, call: Call) -> Any:
         """Make a call of trial `number` on the real trial, study or storage and return its result.
@@ -94,11 +93,7 @@ class Ledger:
         def carried_out() -> Any:
             compat.forget_cached_trials(self.study)
             attribute = getattr(targets[call.target], call.name)
-            if call.is_read:
-                return attribute
-            if call.name == "suggest_categorical" and choices.with_objects(args):
-                return choices.choose(self.study, trial, *args)
-            return attribute(*args, **kwargs)
+            return attribute if call.is_read else attribute(*args, **kwargs)
 
         return self.patiently(carried_out)
 
@@ -294,3 +289,49 @@ class Ledger:
             compat.logger.info(f"Trial {trial.number} pruned. {error}")
         else:
             compat.log_failed(trial, problem if error is None else shown(error), value, error)
+
+
+class _Repeats:
+    """What trials that are run again had reported before, and what the pruner had said of that.
+
+    The study then knows reports that the trial has yet to come to again. Nothing may be decided by
+    these, or it would end where it had gone on. `last_step` is the last that led to where it is.
+    """
+
+    def __init__(self) -> None:
+        self._reported: dict[int, frozenset[int]] = {}
+        self._condemned: dict[int, set[int]] = {}
+
+    def begin(self, number: int, steps: Iterable[int]) -> None:
+        """A trial is run again that has reported these steps."""
+        self._reported[number] = frozenset(steps)
+
+    def forget(self, number: int) -> None:
+        """The trial is done."""
+        self._reported.pop(number, None)
+        self._condemned.pop(number, None)
+
+    def has_reported(self, number: int, step: int) -> bool:
+        """Whether that is a report made again."""
+        return step in self._reported.get(number, ())
+
+    def ahead(self, number: int, last_step: int | None) -> set[int]:
+        """The steps that the trial had reported and has not come to again."""
+        reported = self._reported.get(number, ())
+        return {step for step in reported if last_step is None or step > last_step}
+
+    def judged(self, number: int, last_step: int | None, *, is_pruned: bool) -> None:
+        """The pruner has judged the trial there; it may go on all the same."""
+        if is_pruned and last_step is not None:
+            self._condemned.setdefault(number, set()).add(last_step)
+
+    def verdict(self, number: int, last_step: int | None) -> bool | None:
+        """What the pruner said when the trial was there before; None if it is to be asked.
+
+        `SuccessiveHalvingPruner` says only once that a trial is to end. What it said to a driver
+        that is dead is not known.
+        """
+        reported = self._reported.get(number, frozenset())
+        if last_step in self._condemned.get(number, set()) & reported:
+            return True
+        return False if self.ahead(number, last_step) else None

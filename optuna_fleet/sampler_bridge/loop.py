@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.sampler_bridge import compat
@@ -16,7 +20,6 @@ from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
 from optuna_fleet.sampler_bridge.patience import Patience
 from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.sampler_bridge.random_by_number import RandomByNumber
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,9 +45,9 @@ class Loop:
 
     def __enter__(self) -> Loop:
         compat.enter_loop(self.study)
-        self._sampler: RandomByNumber | None = None
+        self._sampler: _RandomByNumber | None = None
         if type(self.study.sampler) is RandomSampler:
-            self._sampler = RandomByNumber(self.study.sampler, self.study)
+            self._sampler = _RandomByNumber(self.study.sampler, self.study)
             self.study.sampler = self._sampler
         budget = self.n_trials, self.timeout
         self.patiently = Patience(self.study, self.storage_patience_s)
@@ -92,3 +95,38 @@ class Loop:
         if self._sampler is not None and self.study.sampler is self._sampler:
             self.study.sampler = self._sampler.given
         compat.leave_loop(self.study)
+
+
+class _RandomByNumber(RandomSampler):
+    """Stands for a `RandomSampler` during one call of `optimize`.
+
+    Optuna's draws from one generator, call after call, and with several trials under way their
+    order is a matter of chance. Here each parameter of each trial is drawn by itself, from a seed
+    that is the first number which the user's own sampler draws: so the same seed gives the same
+    trials on any devices, and where an interrupted call is made again.
+
+    Attributes:
+        given: The user's own sampler.
+    """
+
+    def __init__(self, given: RandomSampler, study: optuna.Study) -> None:
+        super().__init__()
+        self.given = given
+        nobody = create_trial(state=TrialState.RUNNING)
+        self._seed = given.sample_independent(study, nobody, "", FloatDistribution(0.0, 1.0))
+
+    def reseed_rng(self) -> None:
+        """Do nothing: what was drawn before is not drawn again anyway."""
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """See `BaseSampler`."""
+        place = f"{self._seed!r} {trial.number} {param_name}".encode()
+        seed = int.from_bytes(hashlib.sha256(place).digest()[:4], "little")
+        alone = RandomSampler(seed)
+        return alone.sample_independent(study, trial, param_name, param_distribution)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
 from collections import deque
+from typing import Any
 
 import optuna
 
 from optuna_fleet.events import Event, ProposalDelayed, ProposalsExhausted, TrialProposed
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.heartbeats import Heartbeats
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
 from optuna_fleet.sampler_bridge.patience import Patience
 
@@ -50,7 +52,7 @@ class Proposals:
         self._ownership = ownership
         self.num_asked = 0
         self._trials: dict[int, optuna.Trial] = {}
-        self._heartbeats = Heartbeats(compat.storage_of(study))
+        self._heartbeats = _Heartbeats(compat.storage_of(study))
         self._is_delayed = self._has_news = False
         self._adopted: deque[int] = deque()
         self._checkpoints: dict[int, str] = {}
@@ -190,3 +192,58 @@ class Proposals:
     def close(self) -> None:
         """The call is over."""
         self._heartbeats.close()
+
+
+class _Heartbeats:
+    """Records one of each trial every so often, for storages that take them, on its own thread.
+
+    One that can't be recorded, as the storage is gone, is made up for before anybody of this
+    process looks for stale trials.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        every_s = getattr(storage, "get_heartbeat_interval", lambda: None)()
+        self._every_s: float | None = every_s
+        self._ids: set[int] = set()
+        self._last = 0.0
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, trial: Any) -> None:
+        """Record those of this trial from now on, the first at once."""
+        if self._every_s is None:
+            return
+        self._storage.record_heartbeat(compat.id_of(trial))
+        self._ids.add(compat.id_of(trial))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, daemon=True)
+            self._thread.start()
+
+    def end(self, trial: Any) -> None:
+        """The trial has ended."""
+        self._ids.discard(compat.id_of(trial))
+
+    def catch_up(self) -> None:
+        """Record those that are overdue."""
+        if self._ids and time.monotonic() - self._last > (self._every_s or 0.0):
+            self._record()
+
+    def _record(self) -> None:
+        began = time.monotonic()
+        for trial_id in list(self._ids):
+            self._storage.record_heartbeat(trial_id)
+        self._last = began
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            with contextlib.suppress(Exception):  # the next one may work
+                self._record()
+        with contextlib.suppress(Exception):
+            self._storage.remove_session()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()

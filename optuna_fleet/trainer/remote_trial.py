@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import optuna
 
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.choices import suggest
 from optuna_fleet.trainer.remote import Remote
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.wire.packing import is_primitive, plain
+from optuna_fleet.wire.packing import is_primitive, pack, plain, unpack
 
 _SET_BY_OPTUNA = {
     "relative_search_space",
@@ -56,9 +55,12 @@ class RemoteTrial(optuna.Trial):
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """See `optuna.Trial.suggest_categorical`; returns one of `choices` itself."""
-        value = suggest(functools.partial(self._session.call, "trial"), name, choices)
-        if not is_primitive(value):
-            self._chosen[name] = value
+        own = tuple(choices)
+        for choice in own:
+            _check_choice(name, choice)
+        value = self._session.call("trial", "suggest_categorical", name, own)
+        if not is_primitive(value):  # but a copy
+            value = self._chosen[name] = next(choice for choice in own if choice == value)
         return value
 
     def report(self, value: float, step: int) -> None:
@@ -111,3 +113,18 @@ class RemoteTrial(optuna.Trial):
     def number(self) -> int:
         """See `optuna.Trial.number`."""
         return self._session.run.number
+
+
+def _check_choice(name: str, choice: Any) -> None:
+    """A choice that is an object: each process has its own, and to Optuna they must be equal."""
+    if is_primitive(choice):
+        return
+    try:
+        problem = "" if unpack(pack(choice)) == choice else "must be equal to a copy of itself"
+    except Exception as error:
+        problem = f"can't be pickled ({type(error).__name__}: {error})"
+    if problem:
+        raise TrialError(
+            f"A choice of {name!r} is {choice!r}, but {problem}, as each process has its own: "
+            "suggest a name instead, and take the object from a dict by it."
+        )

@@ -1,10 +1,9 @@
 """Pictures of what a fleet did, drawn from what the study stored.
 
-`timeline` reads a study's records; `figure` says what is drawn of them, for plotly and for
-`picture`, which draws it with matplotlib. `live` shows a sweep as it is now.
+`timeline` reads a study's records, `figure` draws them with plotly. `top` shows a sweep as it is
+now: a `snapshot` of its study, in the `view` of a terminal.
 """
 
 from optuna_fleet.visualization.figure import plot_timeline
-from optuna_fleet.visualization.picture import save_timeline
 
-__all__ = ["plot_timeline", "save_timeline"]
+__all__ = ["plot_timeline"]

@@ -1,4 +1,4 @@
-"""How a timeline looks, in plotly's words: traces and a layout, for whatever draws them."""
+"""How a timeline looks: plotly's traces and layout."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from optuna_fleet.visualization.timeline import Bar, Mark, Row, Timeline, timeli
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-INK, GREY, ALERT = "#222222", "#C8C8C8", "#B2182B"
-LANE_CURVES = {"busy": "preprocessors busy", "stalled": "trials wait for data"}
-LANE_LINE = "queue of data"
+_INK, _GREY, _ALERT = "#222222", "#C8C8C8", "#B2182B"
+_LANE_CURVES = {"busy": "preprocessors busy", "stalled": "trials wait for data"}
+_LANE_LINE = "queue of data"
 _NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
 _BAR_HEIGHT = 0.84  # of a row
 _LEAST_LANE_PX = 44
 _LONGEST_NAME = 24
 _MOST_LEGEND_ENTRIES = 20
 _FIRST = 1  # legend rank: the marks come before the trials
-_LANE_COLOURS = {"busy": "#9DB4C0", "stalled": ALERT}
+_LANE_COLOURS = {"busy": "#9DB4C0", "stalled": _ALERT}
 _SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
 _HATCH = {
-    "fgcolor": INK,
+    "fgcolor": _INK,
     "fgopacity": 0.5,
     "fillmode": "overlay",
     "solidity": 0.12,
@@ -63,19 +63,20 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
 
     Returns:
         A figure with one row per device; an empty one, with a note, if no trial ran on a fleet.
+        Its `write_html` makes a file for a browser; `write_image` needs plotly's kaleido.
     """
+    return figure_of(timeline_of(study))
+
+
+def figure_of(timeline: Timeline) -> go.Figure:
+    """Draw it; see `plot_timeline`."""
     import plotly.graph_objects as go
 
-    return go.Figure(**figure_of(timeline_of(study)))
-
-
-def figure_of(timeline: Timeline) -> dict[str, list[dict[str, Any]] | dict[str, Any]]:
-    """The `data` and the `layout` of a plotly figure."""
     if not timeline.bars:
         note = {"text": _NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}
         hidden = {"visible": False}
         layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden}
-        return {"data": [], "layout": {"template": "plotly_white", **layout}}
+        return go.Figure(layout={"template": "plotly_white", **layout})
     rows = {row: place for place, row in enumerate(timeline.rows)}
     lane = _Lane(spans=timeline.spans, num_devices=len(rows))
     traces = [
@@ -84,10 +85,10 @@ def figure_of(timeline: Timeline) -> dict[str, list[dict[str, Any]] | dict[str, 
         *_mark_traces(timeline, rows),
         *lane.traces(),
     ]
-    return {"data": traces, "layout": _layout(timeline, lane)}
+    return go.Figure(data=traces, layout=_layout(timeline, lane))
 
 
-def row_px(num_devices: int) -> int:
+def _row_px(num_devices: int) -> int:
     """Height of a row: less for many devices, so that the picture stays of a usable size."""
     return max(14, min(60, 1600 // max(num_devices, 1)))
 
@@ -103,7 +104,7 @@ def _layout(timeline: Timeline, lane: _Lane) -> dict[str, Any]:
     return {
         "template": "plotly_white",
         "title": {"text": html.escape(_title(timeline))},
-        "height": max(320, 140 + row_px(len(rows)) * num_rows),
+        "height": max(320, 140 + _row_px(len(rows)) * num_rows),
         "margin": {"t": 70, "b": 60},
         "barmode": "overlay",
         "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
@@ -178,7 +179,7 @@ def _bar_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, 
             own = [bar for bar in reversed(bars) if bar.number == number]
             yield {**_bar_trace(own, rows), "name": f"trial {number}"}
     if any(bar.mark is Mark.PRUNED for bar in bars):  # draws nothing, but explains the hatch
-        marker = {"color": GREY, "pattern": {"shape": "/", **_HATCH}}
+        marker = {"color": _GREY, "pattern": {"shape": "/", **_HATCH}}
         entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
         yield {"type": "bar", "orientation": "h", "legendrank": _FIRST, **entry}
 
@@ -195,7 +196,7 @@ def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
-        "textfont": {"color": INK, "size": 13},
+        "textfont": {"color": _INK, "size": 13},
         "customdata": [bar.text for bar in bars],
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {
@@ -221,7 +222,7 @@ def _mark_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str,
                 "marker": {
                     "symbol": symbol,
                     "size": 11,
-                    "color": INK if mark is Mark.MOVED else ALERT,
+                    "color": _INK if mark is Mark.MOVED else _ALERT,
                     "line": {"color": "white", "width": 1},
                 },
             }
@@ -239,7 +240,7 @@ class _Lane:
 
     @property
     def rows(self) -> int:
-        return math.ceil(_LEAST_LANE_PX / row_px(self.num_devices)) if self.spans else 0
+        return math.ceil(_LEAST_LANE_PX / _row_px(self.num_devices)) if self.spans else 0
 
     @property
     def centre(self) -> float:
@@ -253,7 +254,7 @@ class _Lane:
 
     def traces(self) -> Iterator[dict[str, Any]]:
         if self.spans:
-            yield from (self._area(name) for name in LANE_CURVES)
+            yield from (self._area(name) for name in _LANE_CURVES)
             yield self._line()
 
     def _area(self, name: str) -> dict[str, Any]:
@@ -263,7 +264,7 @@ class _Lane:
         return {
             "type": "scatter",
             "mode": "lines",
-            "name": LANE_CURVES[name],
+            "name": _LANE_CURVES[name],
             "x": [x for s in self.spans for x in (s.start, s.start, s.end, s.end, s.start, None)],
             "y": [y for top in tops for y in (bottom, top, top, bottom, bottom, None)],
             "fill": "toself",
@@ -285,12 +286,12 @@ class _Lane:
         return {
             "type": "scatter",
             "mode": "lines",
-            "name": LANE_LINE,
+            "name": _LANE_LINE,
             "x": x,
             "y": y,
             "customdata": texts,
             "hovertemplate": "%{customdata}<extra></extra>",
-            "line": {"color": INK, "width": 1.5},
+            "line": {"color": _INK, "width": 1.5},
             "legendrank": _FIRST,
         }
 

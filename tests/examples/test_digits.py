@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_short_sweep_learns_to_read_digits(nursery: Nursery, tmp_path: Path) -> None:
-    storage, picture = f"sqlite:///{tmp_path}/digits.db", tmp_path / "digits.png"
+    storage, picture = f"sqlite:///{tmp_path}/digits.db", tmp_path / "digits.html"
     options = ["--trials", "2", "--epochs", "3", "--devices", "2"]
     options += ["--storage", storage, "--picture", str(picture)]
     ended = nursery.run(ROOT / "examples" / "digits.py", *options, folder=tmp_path)
@@ -23,4 +23,3 @@ def test_a_short_sweep_learns_to_read_digits(nursery: Nursery, tmp_path: Path) -
     assert {trial.state.name for trial in study.trials} <= {"COMPLETE", "PRUNED"}
     assert study.best_value >= 0.9
     assert picture.stat().st_size > 10_000
-    assert (tmp_path / "digits.html").exists()

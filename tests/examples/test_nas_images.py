@@ -144,11 +144,11 @@ def test_two_trials_run_to_their_end(nursery, tmp_path, photographs):
     folder = few_photographs(photographs, tmp_path / "few", 10)
     storage = f"sqlite:///{tmp_path}/nas.db"
     options = ["--space", "small", "--trials", "2", "--devices", "2", "--epochs", "1"]
-    options += ["--image-size", "32", "--storage", storage, "--picture", "nas.png"]
+    options += ["--image-size", "32", "--storage", storage, "--picture", "nas.html"]
     ended = nursery.run(EXAMPLES / "nas_images.py", str(folder), *options, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "Best trial:" in ended.stdout
-    assert (tmp_path / "nas.png").stat().st_size > 1000
+    assert (tmp_path / "nas.html").stat().st_size > 1000
     (summary,) = optuna.get_all_study_summaries(storage)
     study = optuna.load_study(study_name=summary.study_name, storage=storage)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2

@@ -15,8 +15,8 @@ from optuna_fleet.events import DataRequested, EpochEnded, Launch, Model, RateMe
 from optuna_fleet.executor.call.call_progress import Progress
 from optuna_fleet.executor.call.journal import Stay
 from optuna_fleet.sampler_bridge.records import CallState, calls_of
-from optuna_fleet.visualization.live.snapshot import Condition, Snapshot
-from optuna_fleet.visualization.live.storage import open_study
+from optuna_fleet.visualization.snapshot import Condition, Snapshot
+from optuna_fleet.visualization.top import open_study
 from tests.fleets import evaluate, num_wrong, small_model, train_epoch
 
 

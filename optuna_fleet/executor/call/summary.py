@@ -108,11 +108,6 @@ class FleetSummary:
     def __repr__(self) -> str:
         return "\n  ".join(self._in_words())
 
-    def _repr_html_(self) -> str:
-        from optuna_fleet.visualization.summary_html import summary_html
-
-        return summary_html(self, list(self._in_words()))
-
     def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [there_s - self.busy_s.get(d, 0.0) for d, there_s in self.there_s.items()]

@@ -1,4 +1,4 @@
-"""A snapshot in words, for whatever shows it: facts, and tables of cells."""
+"""A snapshot in a terminal: facts, and tables, drawn with rich."""
 
 from __future__ import annotations
 
@@ -6,53 +6,42 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from optuna_fleet.sampler_bridge.records import DeviceSpan
-from optuna_fleet.visualization.live.snapshot import Condition, Run, Snapshot
+from optuna_fleet.visualization.figure import colour_of
+from optuna_fleet.visualization.snapshot import Condition, Run, Snapshot
 
 _LONGEST = 48
 _MOST_SHOWN = 12
 _NOTHING = "-"
 _IS_OVER = {Condition.DONE, Condition.INTERRUPTED, Condition.FAILED}
+_NUMBERS = {"trial", "for", "epoch", "samples/s", "last value", "value", "took"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Rows of text under their headings; `trials` are whose they are, if anybody's."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    trials: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """What is shown, from the top."""
-
-    title: str
-    condition: str
-    is_alarming: bool
-    facts: tuple[tuple[str, str], ...]
-    tables: tuple[Table, ...]
-    time: str
-
-
-def view_of(snapshot: Snapshot) -> View:
-    """The snapshot in words."""
-    tables = [_on_devices(snapshot), _recent(snapshot)]
-    return View(
-        title=printable(snapshot.study_name),
-        condition=_condition(snapshot),
-        is_alarming=snapshot.condition in (Condition.SILENT, Condition.FAILED),
-        facts=tuple((name, text) for name, text in _facts(snapshot).items() if text),
-        tables=tuple(table for table in tables if table.rows),
-        time=_clock(snapshot.time, snapshot.time),
-    )
+def rendered(snapshot: Snapshot, problem: str = "") -> Group:
+    """What rich prints; with what keeps it from being newer."""
+    alarms = (Condition.SILENT, Condition.FAILED)
+    style = "bold red" if snapshot.condition in alarms or problem else ""
+    name = printable(snapshot.study_name)
+    facts = Table.grid(padding=(0, 2))
+    for title, text in _facts(snapshot, problem).items():
+        if text:
+            facts.add_row(Text(title, "dim"), Text(text))
+    parts: list[RenderableType] = [
+        Text.assemble((name, "bold"), "  ", (_condition(snapshot), style)),
+        facts,
+    ]
+    for table in (_on_devices(snapshot), _recent(snapshot)):
+        if table.rows:
+            parts += [Text(""), table]
+    return Group(*parts, Text(""), Text(f"as of {_clock(snapshot.time, snapshot.time)}", "dim"))
 
 
 def printable(value: object, longest: int = _LONGEST) -> str:
@@ -100,7 +89,7 @@ def _condition(snapshot: Snapshot) -> str:
     return text
 
 
-def _facts(snapshot: Snapshot) -> dict[str, str]:
+def _facts(snapshot: Snapshot, problem: str) -> dict[str, str]:
     return {
         "trials": _trials(snapshot),
         "best": _best(snapshot.best),
@@ -108,6 +97,7 @@ def _facts(snapshot: Snapshot) -> dict[str, str]:
         "waiting for devices": _numbers(snapshot.waiting),
         "running elsewhere, or left": _numbers(snapshot.elsewhere),
         "expected end": _expected(snapshot),
+        "storage": problem,
     }
 
 
@@ -129,11 +119,10 @@ def _best(best: Sequence[FrozenTrial]) -> str:
 def _devices(snapshot: Snapshot) -> str:
     if not snapshot.devices:
         return ""
-    num_idle = len(snapshot.idle)
     nodes = sorted({device.node for device in snapshot.devices})
     kinds = ", ".join(sorted({device.kind for device in snapshot.devices}))
     where = f" of {len(nodes)} nodes" if len(nodes) > 1 else f" of {printable(nodes[0])}"
-    return f"{len(snapshot.devices)}{where} ({printable(kinds)}), {num_idle} idle"
+    return f"{len(snapshot.devices)}{where} ({printable(kinds)}), {len(snapshot.idle)} idle"
 
 
 def _expected(snapshot: Snapshot) -> str:
@@ -146,29 +135,41 @@ def _expected(snapshot: Snapshot) -> str:
 # -- tables ---------------------------------------------------------------------------------------
 
 
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="right" if heading in _NUMBERS else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=1 if heading == "parameters" else None,
+        )
+    return table
+
+
+def _add(table: Table, trial: int, *cells: str) -> None:
+    texts = [Text(cell) for cell in cells]
+    table.add_row(Text(str(trial), f"bold {colour_of(trial)}"), *texts)
+
+
 def _on_devices(snapshot: Snapshot) -> Table:
-    num_nodes = len({device.node for device in snapshot.devices})
-    rows = [_run(run, num_nodes) for run in snapshot.runs]
-    if snapshot.idle:
-        rows.append(("idle", _places(snapshot.idle, num_nodes), *[""] * 5))
     headings = ("trial", "devices", "for", "epoch", "samples/s", "last value", "parameters")
-    numbers = [run.state.trial for run in snapshot.runs]
-    trials = (*numbers, *[None] * (len(rows) - len(numbers)))
-    return Table(title="On devices", headings=headings, rows=tuple(rows), trials=trials)
+    table = _table("On devices", *headings)
+    num_nodes = len({device.node for device in snapshot.devices})
+    for run in snapshot.runs:
+        _add(table, run.state.trial, _places(run.devices, num_nodes), *_run(run))
+    if snapshot.idle:
+        table.add_row(Text("idle", "dim"), Text(_places(snapshot.idle, num_nodes)))
+    return table
 
 
-def _run(run: Run, num_nodes: int) -> tuple[str, ...]:
+def _run(run: Run) -> tuple[str, ...]:
     state = run.state
     epochs = f"{state.epochs_done}" + (f" of {state.max_epochs}" if state.max_epochs else "")
-    return (
-        str(state.trial),
-        _places(run.devices, num_nodes),
-        duration(run.for_s),
-        epochs,
-        _rate(state.samples_per_s),
-        _NOTHING if run.value is None else f"{run.value:.6g}",
-        _params(run.trial.params),
-    )
+    value = _NOTHING if run.value is None else f"{run.value:.6g}"
+    rate = _rate(state.samples_per_s)
+    return duration(run.for_s), epochs, rate, value, _params(run.trial.params)
 
 
 def _rate(samples_per_s: float | None) -> str:
@@ -178,22 +179,20 @@ def _rate(samples_per_s: float | None) -> str:
 
 
 def _recent(snapshot: Snapshot) -> Table:
-    rows = tuple(
-        (
-            str(trial.number),
+    headings = ("trial", "ended", "value", "number of devices", "took", "parameters")
+    table = _table("Ended last", *headings)
+    for trial in snapshot.recent:
+        took = trial.duration and duration(max(0.0, trial.duration.total_seconds()))
+        _add(
+            table,
+            trial.number,
             trial.state.name.lower(),
             _values(trial.values) or _NOTHING,
             _widths(snapshot.widths(trial.number)),
-            _NOTHING
-            if trial.duration is None
-            else duration(max(0.0, trial.duration.total_seconds())),
+            took or _NOTHING,
             _params(trial.params),
         )
-        for trial in snapshot.recent
-    )
-    headings = ("trial", "ended", "value", "number of devices", "took", "parameters")
-    trials = tuple(trial.number for trial in snapshot.recent)
-    return Table(title="Ended last", headings=headings, rows=rows, trials=trials)
+    return table
 
 
 def _places(devices: Iterable[DeviceSpan], num_nodes: int) -> str:
