@@ -15,8 +15,11 @@ from pipeline_datasets import Counted
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.server.workers import IDLE_S
 from optuna_fleet.pipeline.wire import Port
 from optuna_fleet.processes import Forks
+
+__all__ = ["IDLE_S", "Yard", "epochs", "small", "yard"]
 
 
 class Yard:
