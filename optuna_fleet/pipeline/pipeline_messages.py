@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.exchange.owners import Peer
+from optuna_fleet.pipeline.exchange import Peer
 from optuna_fleet.pipeline.spec import ChunkKey
 
 PassId = tuple[Hashable, int]

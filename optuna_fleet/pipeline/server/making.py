@@ -14,8 +14,7 @@ from functools import partial
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.chunks.arena import Arena
-from optuna_fleet.pipeline.exchange.owners import Peer
-from optuna_fleet.pipeline.exchange.peers import Asking, Peers
+from optuna_fleet.pipeline.exchange import Asking, Peer, Peers
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
