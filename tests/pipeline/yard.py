@@ -49,7 +49,7 @@ class Yard:
         )
         self.readers: dict[int, int] = {}
         self._chunk_s: Callable[[int], float] = lambda number: 0.0
-        deliver, self._pool._on_message = self._pool._on_message, self._delivered
+        deliver, self._pool.on_message = self._pool.on_message, self._delivered
         self._deliver = deliver
 
     def read(self, function: Callable[[PipelineClient], None]) -> None:
