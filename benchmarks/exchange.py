@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange.owners import SCHEMES, Scheme
+from optuna_fleet.pipeline.exchange import SCHEMES, Scheme
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "pipeline"))
 sys.path.insert(0, str(Path(__file__).parents[1]))

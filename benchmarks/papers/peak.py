@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optuna_fleet.pipeline.exchange.owners import Scheme
+from optuna_fleet.pipeline.exchange import Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.papers.peak import Measured, peak
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
-from optuna_fleet.pipeline.exchange.owners import Scheme
+from optuna_fleet.pipeline.exchange import Scheme
 
 TITLE = "Pittman et al."
 ABOUT = (

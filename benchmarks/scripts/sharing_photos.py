@@ -1,4 +1,4 @@
-"""The data of `sharing.py`: photographs that are decoded, cropped and flipped."""
+"""The data of `sharing.py`: photographs as they are made ready for training."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from optuna_fleet.images import crops
 CROP_PX = 224
 SIZE_PX = (500, 375)
 QUALITY = 90
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NUM_ELEMENTWISE = 2
+"""Steps at the end of the transform: the change of type, and normalising."""
 
 
 def make_photographs(folder: Path, number: int) -> None:
@@ -44,7 +47,10 @@ class Photographs(Dataset[tuple[Any, int]]):
     def __init__(self, folder: str, *, size: int, our_crop: bool) -> None:
         self.paths = sorted(map(str, Path(folder).glob("*.jpg")))
         self.size = size
-        self.transform = v2.Compose(_our_crop() if our_crop else _torchvisions_crop())
+        crop = _our_crop() if our_crop else _torchvisions_crop()
+        ends = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        assert len(ends) == NUM_ELEMENTWISE
+        self.transform = v2.Compose([*crop, *ends])
 
     def __len__(self) -> int:
         return self.size

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sharing_photos import CROP_PX, Photographs
+from sharing_photos import CROP_PX, NUM_ELEMENTWISE, Photographs
 from torch.utils.data import DataLoader, TensorDataset
 
 from optuna_fleet import SharedPipeline, take_apart
@@ -83,10 +83,8 @@ def dataloaders(request: dict[str, Any]) -> Iterator[tuple[Callable[[Trial], Ope
 @contextmanager
 def ours(request: dict[str, Any]) -> Iterator[tuple[Callable[[Trial], Opened], Any]]:
     dataset = photographs(request)
-    train, augment, _ = take_apart(dataset, augment=0, finish=len(dataset.transform.transforms))
     pipeline = SharedPipeline(
-        train=train,
-        augment={"train": augment},
+        **(in_parts(dataset) if request["in_parts"] else {"train": dataset}),
         warm=TensorDataset(torch.zeros(64, 3, CROP_PX, CROP_PX, dtype=torch.uint8)),
         shuffled=["train"],
         num_preprocessors=NUM_PREPROCESSORS,
@@ -106,6 +104,13 @@ def ours(request: dict[str, Any]) -> Iterator[tuple[Callable[[Trial], Opened], A
             pass
         before = pipeline.stats().preprocessed
         yield opened, lambda: pipeline.stats().preprocessed - before
+
+
+def in_parts(dataset: Photographs) -> dict[str, Any]:
+    """The data set in parts, of which the decoded photographs are kept."""
+    num_steps = len(dataset.transform.transforms)
+    train, augment, finish = take_apart(dataset, augment=0, finish=num_steps - NUM_ELEMENTWISE)
+    return {"train": train, "augment": {"train": augment}, "finish": {"train": finish}}
 
 
 def photographs(request: dict[str, Any]) -> Photographs:

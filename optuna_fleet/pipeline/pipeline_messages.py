@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.exchange.owners import Peer
+from optuna_fleet.pipeline.exchange import Peer
 from optuna_fleet.pipeline.spec import ChunkKey
 
 PassId = tuple[Hashable, int]
@@ -58,8 +58,8 @@ class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
     ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches, and
-    ``num_consumed`` samples were used since it was last told. A tuple, as ``ChunkReady``: there
-    are two of these messages per chunk and reader, and data classes take long to unpickle.
+    ``num_consumed`` samples were used since it was last told. There are two of these messages per
+    chunk and reader, and data classes take long to unpickle: so it is a tuple, as `ChunkReady`.
     """
 
     pass_id: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import data_options, limits
-from optuna_fleet.pipeline.exchange.owners import scheme_of
+from optuna_fleet.pipeline.exchange import scheme_of
 from optuna_fleet.pipeline.packed import PipelineSetup, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor import stages as staging
@@ -25,7 +25,7 @@ from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline_client import InlineClient
-    from optuna_fleet.pipeline.standalone.handle import PipelineHandle, Session
+    from optuna_fleet.pipeline.standalone import PipelineHandle, Session
     from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
@@ -265,7 +265,7 @@ class SharedPipeline:
 
     def __enter__(self) -> SharedPipeline:
         """Starts the processes that preprocess; the end of the ``with`` block ends them."""
-        from optuna_fleet.pipeline.standalone.handle import Session
+        from optuna_fleet.pipeline.standalone import Session
 
         if self._session is not None:
             raise FleetConfigError(

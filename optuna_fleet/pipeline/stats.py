@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PipelineUse:
     """How preprocessors and readers spent their time; time in which nobody reads is left out.
 
-    Sums over time, so that the difference of two of them says what happened in between. The
-    server's `Meter` counts in one; others get copies.
+    Sums over time, so that the difference of two of them says what happened in between.
 
     Attributes:
         active_s: Seconds in which somebody read.
@@ -22,7 +20,6 @@ class PipelineUse:
         blocked_s: Seconds of these they were idle since the budget allowed no more chunks.
         reading_s: Seconds that passes were open, summed over them.
         stalled_s: Seconds of these their readers waited for data.
-        starved_s: Seconds in which at least one reader waited.
         ready_s: Chunks ready ahead of a pass, times the seconds for which they were.
         window_s: The same had all windows been full.
     """
@@ -33,7 +30,6 @@ class PipelineUse:
     blocked_s: float = 0.0
     reading_s: float = 0.0
     stalled_s: float = 0.0
-    starved_s: float = 0.0
     ready_s: float = 0.0
     window_s: float = 0.0
 
@@ -46,16 +42,6 @@ class PipelineUse:
     def busy_share(self) -> float:
         """Share of the preprocessors' time at work."""
         return _ratio(self.busy_s, self.running_s)
-
-    @property
-    def full_s(self) -> float:
-        """Seconds that preprocessors were idle since all windows were full, summed over them."""
-        return max(0.0, self.running_s - self.busy_s - self.blocked_s)
-
-    @property
-    def full_share(self) -> float:
-        """Share of their time idle, as all windows were full."""
-        return _ratio(self.full_s, self.running_s)
 
     @property
     def blocked_share(self) -> float:
@@ -77,16 +63,14 @@ class PipelineUse:
         """The same as a share of the window: 1 is a queue that is always full."""
         return _ratio(self.ready_s, self.window_s)
 
+    def plus(self, other: PipelineUse, factor: float = 1.0) -> PipelineUse:
+        """Returns the sum of both, the other one multiplied."""
+        pairs = zip(_times(self), _times(other), strict=True)
+        return PipelineUse(*(mine + factor * theirs for mine, theirs in pairs))
+
     def since(self, last: PipelineUse) -> PipelineUse:
         """Returns what was added after ``last``."""
-        return self._with(last, operator.sub)
-
-    def plus(self, other: PipelineUse) -> PipelineUse:
-        """Returns the sum of both: two nodes' pipelines."""
-        return self._with(other, operator.add)
-
-    def _with(self, other: PipelineUse, function: Callable[[float, float], float]) -> PipelineUse:
-        return PipelineUse(*map(function, _times(self), _times(other)))
+        return self.plus(last, -1.0)
 
 
 _times = operator.attrgetter(*PipelineUse.__slots__)  # `astuple` copies, which takes longer

@@ -12,13 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline.pipeline_messages import Advance, ChunkReady
 
 MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""
-
-_FREQUENT = (Advance, ChunkReady)
-"""They travel as plain tuples, which costs a quarter."""
 
 _CONTROL_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _SHORT = {errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
@@ -37,8 +33,6 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 def encode(message: object) -> bytes:
     """Returns the packet of a message."""
-    if isinstance(message, _FREQUENT):
-        return pickle.dumps((_FREQUENT.index(type(message)), *message), 5)
     packet = pickle.dumps(message, protocol=5)
     if len(packet) > MAX_PACKET:
         raise ProtocolError(
@@ -51,11 +45,7 @@ def encode(message: object) -> bytes:
 def _decode(packet: bytes) -> object:
     if not packet:
         raise EOFError
-    message = pickle.loads(packet)
-    if type(message) is tuple:
-        kind, *values = message
-        return _FREQUENT[kind]._make(values)
-    return message
+    return pickle.loads(packet)
 
 
 def send(sock: socket.socket, message: object) -> None:

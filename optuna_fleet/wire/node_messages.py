@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.exchange.owners import Peer
+from optuna_fleet.pipeline.exchange import Peer
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings

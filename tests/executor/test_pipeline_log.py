@@ -32,7 +32,6 @@ def stats(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineStat
         blocked_s=0.25 * seconds,
         reading_s=seconds,
         stalled_s=stalled * seconds,
-        starved_s=stalled * seconds,
         ready_s=3 * seconds,
         window_s=4 * seconds,
     )

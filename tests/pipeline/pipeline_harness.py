@@ -20,15 +20,14 @@ import torch
 
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
-from optuna_fleet.pipeline.exchange.owners import Plan
-from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange import Peers, Plan
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.preprocessor.order import draw, permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.read_plan import shard
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
-from optuna_fleet.pipeline.standalone.handle import PipelineHandle
+from optuna_fleet.pipeline.standalone import PipelineHandle
 
 __all__ = [
     "Agent",

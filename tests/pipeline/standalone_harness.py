@@ -23,6 +23,15 @@ def new_pipeline(**more: Any) -> SharedPipeline:
     return SharedPipeline(num_preprocessors=2, seed=3, **datasets, **more)
 
 
+def server_of(pipeline: SharedPipeline) -> int:
+    assert pipeline._session is not None
+    return pipeline._session.server_pid
+
+
+def children_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 def held() -> tuple[int, set[str], set[str]]:
     """Descriptors, children and shared memory of this process."""
     gc.collect()  # tracebacks keep batches

@@ -13,8 +13,8 @@ from pipeline_datasets import Counted
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange.giver import Giver
-from optuna_fleet.pipeline.exchange.peers import AskForChunk
+from optuna_fleet.pipeline.exchange import AskForChunk
+from optuna_fleet.pipeline.giver import Giver
 from optuna_fleet.pipeline.pipeline_messages import ChunkError, ChunkFailed
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.fleet.sharing import ChunkSharing
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange.owners import Peer, Plan
+from optuna_fleet.pipeline.exchange import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.wire import encode
 from optuna_fleet.wire.node_messages import ShareChunks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.machine_memory import (
+from optuna_fleet.pipeline.limits import (
     available_bytes,
     cgroup_headrooms,
     num_out_of_memory,

@@ -2,11 +2,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import optuna_fleet
 from optuna_fleet.pipeline import default_preprocessors
-from optuna_fleet.pipeline.limits import budget, default_chunk_bytes
+from optuna_fleet.pipeline.limits import budget, default_chunk_bytes, most_preprocessors
 from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError, ChunkProduced
 from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
+from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.pipeline.wire import encode
 
 
@@ -49,3 +52,21 @@ def test_defaults_fit_the_machine():
     assert default_chunk_bytes(10 << 30) == 20 << 20
     assert default_chunk_bytes(1 << 20) == 64 << 10
     assert default_chunk_bytes(1 << 10) == 4096
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_slots", "cpu_slots", "most"),
+    [(2, 2, True, 1), (8, 4, True, 4), (1, 1, True, 1), (2, 4, False, 1), (64, 8, False, 56)],
+)
+def test_limits_of_machines(cpus, num_slots, cpu_slots, most):
+    assert most_preprocessors(cpus, num_slots=num_slots, cpu_slots=cpu_slots) == most
+
+
+def test_use_is_a_difference_of_sums():
+    early = PipelineUse(active_s=1.0, running_s=1.0, reading_s=2.0, stalled_s=2.0)
+    late = early.plus(PipelineUse(10.0, 20.0, 5.0, 10.0, 10.0, 1.0, 30.0, 40.0))
+    use = late.since(early)
+    assert use.num_preprocessors == 2.0
+    assert (use.busy_share, use.blocked_share, use.stalled_share) == (0.25, 0.5, 0.1)
+    assert (use.queue_chunks, use.queue_share) == (3.0, 0.75)
+    assert PipelineUse().queue_share == PipelineUse().busy_share == 0.0

@@ -15,8 +15,11 @@ from pipeline_datasets import Counted
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.server.workers import IDLE_S
 from optuna_fleet.pipeline.wire import Port
 from optuna_fleet.processes import Forks
+
+__all__ = ["IDLE_S", "Yard", "epochs", "small", "yard"]
 
 
 class Yard:
@@ -46,7 +49,7 @@ class Yard:
         )
         self.readers: dict[int, int] = {}
         self._chunk_s: Callable[[int], float] = lambda number: 0.0
-        deliver, self._pool._on_message = self._pool._on_message, self._delivered
+        deliver, self._pool.on_message = self._pool.on_message, self._delivered
         self._deliver = deliver
 
     def read(self, function: Callable[[PipelineClient], None]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from optuna_fleet.pipeline.exchange.owners import MOST_PEERS, Peer, Plan, scheme_of
+from optuna_fleet.pipeline.exchange import MOST_PEERS, Peer, Plan, scheme_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 

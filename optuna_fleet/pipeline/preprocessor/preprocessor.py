@@ -20,7 +20,7 @@ from optuna_fleet.pipeline.chunks.layout import (
     write_chunk,
     write_rows,
 )
-from optuna_fleet.pipeline.exchange.peers import AskForChunk, Asking
+from optuna_fleet.pipeline.exchange import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import guess_sample_bytes
 from optuna_fleet.pipeline.pipeline_messages import (
     AtWork,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import count
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.pipeline_messages import PassId
@@ -73,7 +76,6 @@ class Epoch:
         status: A byte for each chunk.
         rank: Chunks that nobody will come to go first where it is highest.
         passes: Those that are open.
-        cursors: Where they are, in order.
         holders: How many of them hold a chunk.
         places: Address and bytes of chunks that are there or in production.
         deaths: How many preprocessors died over a chunk.
@@ -83,12 +85,54 @@ class Epoch:
     status: bytearray
     rank: tuple[int, str, int] = (0, "", 0)
     passes: dict[PassId, Pass] = field(default_factory=dict)
-    cursors: list[int] = field(default_factory=list)
     holders: Counter[int] = field(default_factory=Counter)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def cursors(self) -> list[int]:
+        """Where the passes are, in order."""
+        return sorted(each.cursor for each in self.passes.values())
 
     def chunk(self, number: int) -> ChunkKey:
         """Returns the name of a chunk."""
         name, epoch, owner = self.key
         return ChunkKey(name, epoch, number, owner)
+
+    def absent(self, begin: int, end: int) -> Iterator[ChunkKey]:
+        """Yields the names of absent chunks of a range."""
+        while (number := self.status.find(ABSENT, begin, end)) >= 0:
+            yield self.chunk(number)
+            begin = number + 1
+
+
+# What lies in the windows: so many chunks from the cursor of each pass on
+
+
+def num_ready(passes: Iterable[Pass], window: int) -> tuple[int, int]:
+    """Returns how many chunks are there ahead of passes, and how many could be."""
+    ahead = [each.epoch.status[each.cursor + 1 : each.cursor + window] for each in passes]
+    ready = sum(status.count(IDLE) + status.count(HELD) for status in ahead)
+    return ready, sum(map(len, ahead))
+
+
+def nearest_absent(passes: Iterable[Pass], window: int) -> Iterator[ChunkKey]:
+    """Yields what is absent in the windows, the nearest to a cursor first."""
+
+    def distances(number: int, reader: Pass) -> Iterator[tuple[int, int, ChunkKey]]:
+        for key in reader.epoch.absent(reader.cursor, reader.cursor + window):
+            yield key.chunk - reader.cursor, number, key
+
+    return (key for *_, key in merge(*map(distances, count(), passes)))
+
+
+def upcoming_absent(
+    passes: Iterable[Pass], epochs: Mapping[EpochKey, Epoch], window: int
+) -> Iterator[ChunkKey]:
+    """Yields absent chunks at the beginning of epochs that passes will go on to."""
+    for each in passes:
+        num_chunks, key = len(each.epoch.status), each.epoch.key
+        if each.continues and (beyond := each.cursor + window - num_chunks) > 0:
+            key = key._replace(epoch=key.epoch + 1)
+            later = epochs.get(key) or Epoch(key, bytearray(num_chunks))
+            yield from later.absent(0, beyond)

@@ -14,8 +14,7 @@ from functools import partial
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.chunks.arena import Arena
-from optuna_fleet.pipeline.exchange.owners import Peer
-from optuna_fleet.pipeline.exchange.peers import Asking, Peers
+from optuna_fleet.pipeline.exchange import Asking, Peer, Peers
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
@@ -30,7 +29,6 @@ from optuna_fleet.pipeline.pipeline_messages import (
 )
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.server.epochs import Size
-from optuna_fleet.pipeline.server.load import Levels, Load
 from optuna_fleet.pipeline.server.notices import Notices
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
 from optuna_fleet.pipeline.server.space import Space
@@ -44,7 +42,7 @@ from optuna_fleet.pipeline.spec import (
     EpochKey,
     choose_chunk_size,
 )
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 
 NUM_FETCHERS = 4
 """Chunks that are asked of other nodes at a time; who waits for one is no preprocessor."""
@@ -105,7 +103,7 @@ class Making:
         self.notices = Notices(nbytes, spec)
         self.arena = Arena(nbytes, setup.spill_dir)
         self._decoded = DecodedStore(self.arena, self._space.nbytes, kept)
-        self._load = Load(clock(), setup.num_preprocessors, is_adaptive=setup.is_adaptive)
+        self._num_wanted = 1 if setup.is_adaptive else setup.num_preprocessors
         new_workers = partial(
             Workers,
             spawn=spawn,
@@ -117,7 +115,7 @@ class Making:
             on_unstarted=self.notices.unstarted,
             clock=clock,
         )
-        self.pool = new_workers(limit=lambda: self._load.num_wanted)
+        self.pool = new_workers(limit=lambda: self._num_wanted)
         # A stream is read by one process: another one would have to begin at its start.
         streams = (each.name for each in spec.datasets if each.shards)
         self._streams = {name: new_workers(limit=lambda: 1) for name in streams}
@@ -130,12 +128,12 @@ class Making:
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()  # over measuring
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
-        self._looked_s = float("-inf")
-        self._ready = (0, 0)
+        self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
+        self._looked_s, self._ready = float("-inf"), (0, 0)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
-        self._load.advance(self._clock())
+        self._count_time()
         return replace(
             self.counts,
             resident_bytes=self._resident_bytes(),
@@ -143,7 +141,6 @@ class Making:
             decoded_bytes=self._decoded.used_bytes,
             num_dropped=self.scheduler.num_dropped,
             num_lost=sum(pool.num_lost for pool in self.pools),
-            use=replace(self._load.use),
         )
 
     def knows(self, name: str, epoch: int) -> bool:
@@ -155,7 +152,7 @@ class Making:
 
     def work(self) -> None:
         """Gives preprocessors work while there is any that fits."""
-        self._load.advance(self._clock())
+        self._count_time()
         decider = self._peers.decider() if self._peers is not None else None
         for name in [*self._unmeasured]:
             if (pool := self._pool_for(name)).has_room():
@@ -174,7 +171,7 @@ class Making:
             if source is not None:
                 self._fetched[key] = work
             (self._pool_for(key.name) if source is None else self._fetchers).give(work)
-        self._look()
+        self._per_s = self._use_per_s()
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._resident_bytes())
 
     def resume(self) -> None:
@@ -182,7 +179,8 @@ class Making:
         for pool in self.pools:
             reads_on = pool in self._streams.values()
             pool.resume(end_idle=self._setup.is_adaptive and not reads_on)
-        self._load.are_left(self.pool.num_running)
+        if self._setup.is_adaptive:
+            self._num_wanted = min(self._num_wanted, max(1, self.pool.num_running))
 
     def close(self) -> None:
         """Ends the preprocessors, and frees all memory."""
@@ -229,20 +227,41 @@ class Making:
         is_made_here = self._source(key) is None
         return self._pool_for(key.name).has_room() if is_made_here else self._can_fetch()
 
-    def _look(self) -> None:
-        """Notes what is so until the next event."""
-        scheduler, now_s, num_measuring = self.scheduler, self._clock(), len(self._measuring)
+    def _count_time(self) -> None:
+        """Adds the time since the last event; when nobody reads, it does not count."""
+        passed_s = max(0.0, self._clock() - self._counted_s)
+        self._counted_s += passed_s
+        self.counts.use = self.counts.use.plus(self._per_s, passed_s)
+
+    def _use_per_s(self) -> PipelineUse:
+        """What is so until the next event."""
+        scheduler, num_measuring, now_s = self.scheduler, len(self._measuring), self._clock()
+        if not (reading := len(scheduler.passes) + num_measuring):
+            return PipelineUse()
         if now_s - self._looked_s >= _LOOK_S:
-            self._ready, self._looked_s = scheduler.windows.ready(scheduler.passes.values()), now_s
-        self._load.levels = Levels(
-            running=sum(pool.num_running for pool in self._makers),
-            busy=sum(pool.num_busy for pool in self._makers),
-            is_blocked=scheduler.is_blocked,
-            reading=len(scheduler.passes) + num_measuring,
-            stalled=len(scheduler.stalled) + num_measuring,
-            ready=self._ready[0],
-            window=self._ready[1],
+            self._ready, self._looked_s = scheduler.num_ready(), now_s
+        running = sum(pool.num_running for pool in self._makers)
+        busy = sum(pool.num_busy for pool in self._makers)
+        return PipelineUse(
+            active_s=1,
+            running_s=running,
+            busy_s=busy,
+            blocked_s=running - busy if scheduler.is_blocked else 0,
+            reading_s=reading,
+            stalled_s=len(scheduler.stalled) + num_measuring,
+            ready_s=self._ready[0],
+            window_s=self._ready[1],
         )
+
+    def _staff(self) -> None:
+        """A chunk was made: twice as many work if a reader waits though all that run are at work.
+
+        Not while some still load the data sets. Who turns out to be too many, is idle and ended.
+        """
+        pool, most = self.pool, self._setup.num_preprocessors
+        is_short = self.scheduler.stalled and pool.num_busy >= self._num_wanted
+        if self._setup.is_adaptive and is_short and not pool.has_fresh:
+            self._num_wanted = min(2 * self._num_wanted, most)
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()
@@ -334,9 +353,8 @@ class Making:
             self.notices.skipped(key.name, message.skipped, message.complaint)
         if self._decoded.is_full and self._decoded.serves(key.name):
             self.notices.decoded_full(key.name, partial(self._decoded.kept_share, key.name))
+        self._staff()
         self.scheduler.produced(key, message.nbytes)
-        self._load.advance(self._clock())
-        self._load.chunk_made(running=self.pool.num_running, has_fresh=self.pool.has_fresh)
 
     def _was_made(self, key: ChunkKey) -> bool:
         """Whether a chunk had been made before; notes that it is now."""

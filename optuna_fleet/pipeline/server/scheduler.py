@@ -9,7 +9,6 @@ back: nobody waits while holding something.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import pairwise
@@ -32,9 +31,11 @@ from optuna_fleet.pipeline.server.epochs import (
     Order,
     Pass,
     Size,
+    nearest_absent,
+    num_ready,
+    upcoming_absent,
 )
 from optuna_fleet.pipeline.server.space import Space, pages
-from optuna_fleet.pipeline.server.windows import Windows
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 MAX_DEATHS = 3
@@ -64,7 +65,6 @@ class Scheduler:
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
         passes: Those that are open.
-        windows: What lies ahead of them.
         stalled: Those that can't go on without a chunk that is not there.
         sizes: How data sets are cut, by name, once that is known.
         num_dropped: How many chunks made room for others.
@@ -79,7 +79,7 @@ class Scheduler:
         self.num_dropped = 0
         self.lent_bytes = 0
         self._space = space
-        self.windows = Windows(window)
+        self._window = window
         self._fixed = frozenset(fixed)
         self._epochs: dict[EpochKey, Epoch] = {}
         self._lent: set[tuple[int, int]] = set()
@@ -96,6 +96,10 @@ class Scheduler:
         epochs = self._epochs.values()
         return sum(each.status.count(MAKING) for each in epochs if each.key.owner == owner)
 
+    def num_ready(self) -> tuple[int, int]:
+        """Returns how many chunks are there ahead of the passes, and how many could be."""
+        return num_ready(self.passes.values(), self._window)
+
     # Passes
 
     def open_pass(
@@ -109,17 +113,10 @@ class Scheduler:
         assert pass_id not in self.passes, pass_id
         epoch = self._epoch(key)
         self.passes[pass_id] = epoch.passes[pass_id] = Pass(pass_id, epoch, cursor, continues)
-        insort(epoch.cursors, cursor)
-        self.windows.look_at(self.passes[pass_id])
 
     def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
-        reader = self.passes[pass_id]
-        if cursor != reader.cursor:
-            reader.epoch.cursors.remove(reader.cursor)
-            insort(reader.epoch.cursors, cursor)
-            reader.cursor = cursor
-            self.windows.look_at(reader)
+        self.passes[pass_id].cursor = cursor
 
     def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
@@ -155,10 +152,8 @@ class Scheduler:
         reader = self.passes.pop(pass_id)
         epoch = reader.epoch
         del epoch.passes[pass_id]
-        epoch.cursors.remove(reader.cursor)
         self.stalled.discard(reader)
         self._holding.pop(reader, None)
-        self.windows.forget(reader)
         for chunk in [*reader.held]:
             self._take_back(reader, chunk)
         for chunk in reader.wanted:
@@ -190,14 +185,14 @@ class Scheduler:
                 self._refuse(key, _too_large(key, nbytes, self._space.nbytes))
                 continue
             # What can wait may not push out what readers will come to next.
-            address = self._make_room(nbytes, spare=0 if urgent else self.windows.length)
+            address = self._make_room(nbytes, spare=0 if urgent else self._window)
             if address is not None:
                 return self._order(key, nbytes, address)
             self.is_blocked = True  # the others are no smaller and no more urgent
             if urgent:
                 self._recall()
             return None
-        for key in self.windows.upcoming(self._epochs):
+        for key in upcoming_absent(self.passes.values(), self._epochs, self._window):
             if accept is None or accept(key):
                 nbytes = self.order_bytes(key.name)
                 address = self._space.allocate(nbytes)
@@ -267,7 +262,6 @@ class Scheduler:
     def _free(self, epoch: Epoch, chunk: int) -> None:
         epoch.status[chunk] = ABSENT
         self._space.free(*epoch.places.pop(chunk))
-        self.windows.look_again(epoch.passes.values())
         self._forget(epoch)
 
     def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
@@ -276,7 +270,8 @@ class Scheduler:
             for epoch, chunk in [*asked]:
                 if epoch.status[chunk] == ABSENT:
                     yield epoch.chunk(chunk), urgent
-        yield from ((key, False) for key in self.windows.nearest())
+        for key in nearest_absent(self.passes.values(), self._window):
+            yield key, False
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
         epoch = self._epoch(key.of_epoch)
@@ -376,7 +371,7 @@ class Scheduler:
         """The chunk to give up first."""
         epochs = sorted(self._epochs.values(), key=attrgetter("rank"), reverse=True)
         for epoch in epochs:
-            first = epoch.cursors[0] if epoch.cursors else len(epoch.status)
+            first = min(epoch.cursors, default=len(epoch.status))
             if (chunk := epoch.status.rfind(IDLE, 0, first)) >= 0:
                 return epoch, chunk
         found = None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange import Peers
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import (
     Advance,

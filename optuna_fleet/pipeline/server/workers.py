@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from optuna_fleet.pipeline.pipeline_messages import AtWork, MeasureSample, ProduceChunk
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -43,44 +43,34 @@ class _Worker:
         return self.key is None and not self.is_cut_off
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Workers:
     """At most ``limit()`` processes, each with at most one chunk to work on.
 
-    ``on_lost`` is called with the chunk that a dead one worked on, or None, ``on_idle`` when there
-    is one more who could work, ``on_unstarted`` with the reason why one could not be started; that
-    is tried again.
-
     Attributes:
+        limit: How many there may be now.
+        spawn: Starts one that runs ``main``.
+        on_message: Called with what one says.
+        on_lost: Called with the chunk that a dead one worked on, or None.
+        on_idle: Called when there is one more who could work.
+        on_unstarted: Called with the reason why one could not be started; that is tried again.
         num_lost: How many died.
     """
 
-    def __init__(
-        self,
-        *,
-        limit: Callable[[], int],
-        spawn: Spawn,
-        main: Callable[[socket.socket], None],
-        selector: selectors.BaseSelector,
-        on_message: Callable[[object], None],
-        on_lost: Callable[[ChunkKey | None], None],
-        on_idle: Callable[[], None],
-        on_unstarted: Callable[[OSError], None] = lambda error: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit = limit
-        self._spawn = spawn
-        self._main = main
-        self._selector = selector
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._on_idle = on_idle
-        self._on_unstarted = on_unstarted
-        self._clock = clock
-        self._workers: dict[int, _Worker] = {}
-        self._ending: set[int] = set()
-        self._waiting: deque[MeasureSample | ProduceChunk] = deque()  # for somebody to do it
-        self._retry_s = 0.0
-        self.num_lost = 0
+    limit: Callable[[], int]
+    spawn: Spawn
+    main: Callable[[socket.socket], None]
+    selector: selectors.BaseSelector
+    on_message: Callable[[object], None]
+    on_lost: Callable[[ChunkKey | None], None]
+    on_idle: Callable[[], None]
+    on_unstarted: Callable[[OSError], None] = lambda error: None
+    clock: Callable[[], float] = time.monotonic
+    num_lost: int = 0
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _ending: set[int] = field(default_factory=set)
+    _waiting: deque[MeasureSample | ProduceChunk] = field(default_factory=deque)  # for a worker
+    _retry_s: float = 0.0
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -109,7 +99,7 @@ class Workers:
 
     def has_room(self) -> bool:
         """Returns whether one more chunk could be worked on."""
-        return self.num_busy < self._limit()
+        return self.num_busy < self.limit()
 
     def give(self, work: MeasureSample | ProduceChunk) -> None:
         """Hands work to an idle one, or to a new one; call only if there is room."""
@@ -123,12 +113,12 @@ class Workers:
 
         To be called now and then: nothing tells when that is over.
         """
-        if self._waiting and self._clock() >= self._retry_s:
+        if self._waiting and self.clock() >= self._retry_s:
             self._start_for_waiting()
         for port in self.ports:
             port.resume()
         for worker in self._idle() if end_idle else ():
-            if self._clock() - worker.since >= IDLE_S:
+            if self.clock() - worker.since >= IDLE_S:
                 worker.port.close()  # it exits when it notices
                 self._ending.add(worker.pid)
                 del self._workers[worker.pid]
@@ -137,13 +127,13 @@ class Workers:
         """Kills those who have worked on one sample for so long; others try it again."""
 
         def is_stuck(worker: _Worker) -> bool:
-            return worker.key is not None and self._clock() - worker.since >= limit_s
+            return worker.key is not None and self.clock() - worker.since >= limit_s
 
         for worker in filter(is_stuck, list(self._workers.values())):
             worker.port.drain()  # if we were away, it may be done
             if is_stuck(worker):
                 _kill(worker)
-                worker.since = self._clock()  # once is enough
+                worker.since = self.clock()  # once is enough
 
     def child_died(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was one of these."""
@@ -156,7 +146,7 @@ class Workers:
         worker.port.close()
         del self._workers[pid]
         self.num_lost += 1
-        self._on_lost(worker.key)
+        self.on_lost(worker.key)
         return True
 
     def close(self) -> None:
@@ -175,7 +165,7 @@ class Workers:
         idle = self._idle() if self._waiting else []
         while self._waiting and idle:
             worker, work = idle.pop(), self._waiting.popleft()
-            worker.key, worker.since = work.key, self._clock()
+            worker.key, worker.since = work.key, self.clock()
             worker.port.send(work)
 
     def _start_for_waiting(self) -> None:
@@ -184,32 +174,32 @@ class Workers:
                 self._start()
                 self._hand_out()
         except OSError as error:
-            self._retry_s = self._clock() + _RETRY_AFTER_S
-            self._on_unstarted(error)
+            self._retry_s = self.clock() + _RETRY_AFTER_S
+            self.on_unstarted(error)
 
     def _start(self) -> None:
-        pid, sock = self._spawn(self._main)
+        pid, sock = self.spawn(self.main)
         port = Port(
             sock,
-            self._selector,
+            self.selector,
             on_message=lambda message: self._received(worker, message),
             on_close=lambda: self._cut_off(worker),
         )
-        worker = self._workers[pid] = _Worker(pid, port, self._clock())
+        worker = self._workers[pid] = _Worker(pid, port, self.clock())
 
     def _received(self, worker: _Worker, message: object) -> None:
         if isinstance(message, AtWork):
-            worker.since = self._clock()
+            worker.since = self.clock()
             return
         try:
-            self._on_message(message)
+            self.on_message(message)
         except Exception:
             _kill(worker)  # and what it was at is lost with it
             raise
-        worker.key, worker.since, worker.is_fresh = None, self._clock(), False
+        worker.key, worker.since, worker.is_fresh = None, self.clock(), False
         if not worker.is_cut_off:
             self._hand_out()
-            self._on_idle()
+            self.on_idle()
 
     def _cut_off(self, worker: _Worker) -> None:
         # What it may write to is free when it is reaped, and not before.

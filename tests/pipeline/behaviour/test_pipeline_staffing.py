@@ -6,9 +6,7 @@ import os
 from typing import Any
 
 from pipeline_datasets import Counted
-from yard import epochs, small, yard
-
-# Processes
+from yard import IDLE_S, epochs, small, yard
 
 
 def test_preprocessors_grow_in_number_while_readers_wait():
@@ -32,7 +30,7 @@ def test_one_is_enough_where_trainers_are_slow():
         here.feed(0.1)
         assert max(here.numbers) == 1
         use = here.server.stats().use
-    assert use.full_share > 0.5
+    assert use.busy_share + use.blocked_share < 0.5
     assert use.queue_share > 0.5
 
 
@@ -43,7 +41,31 @@ def test_a_full_budget_is_told_from_full_windows():
         here.feed(1.0)
         use = here.server.stats().use
     assert use.blocked_share > 0.5
-    assert use.full_share < 0.5
+
+
+def test_a_number_that_the_user_gave_is_kept():
+    with yard(small(Counted(150), num_preprocessors=3), limit=8, is_adaptive=True) as here:
+        here.read(epochs(*range(4)))
+        here.starve(lambda number: 1.0)
+        assert here.numbers[-1] == 3
+        here.now_s += 2 * IDLE_S
+        here.server.resume()
+        assert len(here.server.preprocessor_pids) == 3
+
+
+def test_idle_preprocessors_are_ended_and_come_back_with_the_work():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(5)))
+        here.starve(lambda number: 1.0 / number)
+        assert here.numbers[-1] == 4
+        here.now_s += IDLE_S
+        here.server.resume()
+        assert here.server.preprocessor_pids == ()
+        here.read(epochs(10))
+        here.feed(0.01)
+        assert len(here.server.preprocessor_pids) == 1
+        assert here.exits == [0] * 4
+        assert here.server.stats().num_lost == 0
 
 
 class Nice(Counted):

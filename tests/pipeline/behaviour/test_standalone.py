@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 import torch
 from pipeline_harness import Forked, PipelineHandle
-from standalone_harness import SIZE, held, holds_no_more_than, indices, new_pipeline, watched
+from standalone_harness import (
+    SIZE,
+    children_of,
+    held,
+    holds_no_more_than,
+    indices,
+    new_pipeline,
+    server_of,
+    watched,
+)
 from torch.utils.data import Dataset
 
 from optuna_fleet import SharedPipeline
@@ -163,6 +172,28 @@ def test_use_outside_of_with_says_what_to_do() -> None:
         pipeline.handle()
 
 
+def test_nothing_is_left_and_it_can_be_entered_again() -> None:
+    with new_pipeline():
+        pass  # what the tests and Python start once, and keep, is there from now on
+    pipeline, before = new_pipeline(), held()
+    for _ in range(2):
+        with pipeline:
+            handle, server = pipeline.handle(), server_of(pipeline)
+            indices(pipeline.batches("val", batch_size=8, epoch=0))
+            preprocessors = children_of(server)
+            assert preprocessors
+            handle.connect().close()
+            with pytest.raises(FleetConfigError, match="runs already"):
+                pipeline.__enter__()
+        for pid in (server, *preprocessors):
+            assert not Path(f"/proc/{pid}").exists()
+        assert holds_no_more_than(before)
+    with pytest.raises(FleetError, match="runs no more"):
+        handle.connect()
+    with pytest.raises(FleetError, match="runs no more"):
+        handle.stats()
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_in_the_block_ends_it(error: type[BaseException]) -> None:
     pipeline, before = new_pipeline(), held()
@@ -203,7 +234,7 @@ def test_a_fork_that_leaves_the_block_ends_nothing() -> None:
 
 
 SCRIPT = """
-import sys
+import os, signal
 from pathlib import Path
 from optuna_fleet import SharedPipeline
 
@@ -221,7 +252,11 @@ with SharedPipeline(train=Squares(), num_preprocessors=2) as pipeline:
         if epoch == 2:
             server = pipeline._session.server_pid
             children = Path(f"/proc/{server}/task/{server}/children").read_text()
-            print(server, children, flush=True)
+            heir = os.fork()  # it has copies of all that the owner has open
+            if heir == 0:
+                os.closerange(0, 3)
+                signal.pause()
+            print(heir, server, children, flush=True)
 """
 
 
@@ -235,10 +270,12 @@ def test_the_owners_end_is_the_end_of_all(number: signal.Signals) -> None:
         text=True,
     )
     assert owner.stdout is not None
-    with watched(*map(int, owner.stdout.readline().split())) as wait:
+    heir, *others = map(int, owner.stdout.readline().split())
+    with watched(*others) as wait:
         owner.send_signal(number)
         _, errors = owner.communicate(timeout=240)
         wait()
+    os.kill(heir, signal.SIGKILL)
     assert owner.returncode == -number
     assert errors.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")
 
@@ -252,10 +289,8 @@ def test_what_is_short_of_descriptors_says_so_and_reads_when_there_are_some() ->
                 taken.append(os.open("/dev/null", os.O_RDONLY))
         with pytest.raises(OSError, match="Too many open files"):
             handle.connect()
-        for _ in range(2):  # a connection, and the way to it
-            os.close(taken.pop())
+        os.close(taken.pop())
         reader = handle.connect()
-        taken.append(os.open("/dev/null", os.O_RDONLY))
         with pytest.raises(FleetError, match="too many open files"):
             indices(reader.batches("val", batch_size=8, epoch=0))
         for descriptor in taken:
@@ -265,6 +300,30 @@ def test_what_is_short_of_descriptors_says_so_and_reads_when_there_are_some() ->
     with new_pipeline() as pipeline:
         seen = Forked(lambda: read(pipeline.handle())).result()
     assert sorted(seen) == list(range(20))
+
+
+def test_a_killed_server_is_reported_to_all_readers() -> None:
+    pipeline, before = new_pipeline(), held()
+    with pipeline:
+        batches = iter(pipeline.batches("train", batch_size=8, epoch=0))
+        kept = next(batches)[0]
+        reader = pipeline.handle().connect()
+        with watched(server_of(pipeline), *children_of(server_of(pipeline))) as wait:
+            os.kill(server_of(pipeline), signal.SIGKILL)
+            wait()
+        assert len(kept.unique()) == 8  # what was read stays
+        with pytest.raises(FleetError, match=r"ended with signal SIGKILL.*again"):
+            indices(pipeline.batches("train", batch_size=8, epoch=7))
+        with pytest.raises(FleetError, match="gone"):
+            indices(reader.batches("train", batch_size=8, epoch=7))
+        with pytest.raises(FleetError, match="runs no more"):
+            pipeline.stats()
+        reader.close()
+        del kept
+        batches.close()
+    assert holds_no_more_than(before)
+    with pipeline:
+        assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
 
 
 def test_readers_killed_in_mid_batch_cost_the_others_nothing() -> None:

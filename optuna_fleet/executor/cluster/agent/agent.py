@@ -26,8 +26,7 @@ from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, Memor
 from optuna_fleet.executor.cluster.agent.notice import Notice
 from optuna_fleet.executor.cluster.config import NodeSetup
 from optuna_fleet.pipeline import PipelineServer
-from optuna_fleet.pipeline.exchange.owners import Plan
-from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange import Peers, Plan
 from optuna_fleet.processes import Forks, cause_of_death, run_loop
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel

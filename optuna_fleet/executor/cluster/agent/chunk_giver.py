@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.pipeline import PipelineServer
-from optuna_fleet.pipeline.exchange.owners import Peer, Plan
-from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange import Peer, Peers, Plan
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
@@ -73,7 +72,7 @@ class Sharing:
         return spawned
 
     def _give(self, sock: socket.socket, news: socket.socket) -> None:
-        from optuna_fleet.pipeline.exchange.giver import Giver  # needs torch, as all readers do
+        from optuna_fleet.pipeline.giver import Giver  # needs torch, as all readers do
 
         giver = Giver(self.peers, sock, news, look_ahead=self.look_ahead)
         listener = Listener(self.host, self.peers.credentials, giver.welcome)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from optuna_fleet.pipeline.machine_memory import num_out_of_memory
+from optuna_fleet.pipeline.limits import num_out_of_memory
 
 LOOK_EVERY_S = 5.0
 

@@ -1,7 +1,7 @@
 """The server process of a pipeline that runs without an executor.
 
-Like an agent, it imports what preprocessors need and forks them, never uses torch itself, and ends
-with its owner: when the owner says so, or is no more.
+Like an agent, it imports what preprocessors need and forks them, and never uses torch itself. It
+ends when its owner terminates it, and is killed with that one.
 """
 
 from __future__ import annotations
@@ -11,32 +11,49 @@ import logging
 import os
 import pickle
 import selectors
+import signal
 import socket
+import struct
 import sys
 import time
+from dataclasses import dataclass
 from itertools import count
 
+from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.server.server import PipelineServer
-from optuna_fleet.pipeline.standalone.handle import ServerConfig
 from optuna_fleet.processes import Forks, end_session, preload, run_loop
 
 _LOOK_EVERY_S = 2.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All that the server process needs to know to start; the listening socket is inherited.
+
+    A preprocessor that works on one sample for `stuck_s` seconds is killed.
+    """
+
+    setup: PipelineSetup
+    listener: int
+    stuck_s: float
+    sys_path: tuple[str, ...]
+    preload: tuple[str, ...]
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Returns the user of the process at the other end."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1])
 
 
 class _Server:
     def __init__(self, config: ServerConfig) -> None:
-        self._address = config.address
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=config.listener)
-        self._lifeline = socket.socket(fileno=config.lifeline)
-        self._owner = os.pidfd_open(config.owner_pid)
         self._listens_at_s: float | None = None
         self._numbers = count()
-        self._forks = Forks(
-            self._selector,
-            on_exit=self._exited,
-            in_child=self._close_inherited,
-        )
+        self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._in_child)
         self._stuck_s = config.stuck_s
         self._pipeline = PipelineServer(
             config.setup,
@@ -46,20 +63,17 @@ class _Server:
         )
 
     def serve(self) -> None:
-        """Serve until the owner ends."""
+        """Serve until this process is terminated."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._lifeline, selectors.EVENT_READ, _end)
-        self._selector.register(self._owner, selectors.EVENT_READ, _end)
         try:
             # Nothing tells of a preprocessor that is stuck but the time that has passed.
             every_s = min(_LOOK_EVERY_S, self._stuck_s / 4)
             run_loop(self._selector, every_s=lambda: every_s, tick=self._look_after)
-        except EOFError:
+        except SystemExit:
             pass
         finally:
             self._forks.kill_all()
-            self._address.forget()  # the owner may have been killed
 
     def _look_after(self) -> None:
         self._pipeline.kill_stuck(self._stuck_s)
@@ -77,29 +91,25 @@ class _Server:
                 self._selector.unregister(self._listener)
                 self._listens_at_s = time.monotonic() + _LOOK_EVERY_S
             return
-        self._pipeline.add_reader(next(self._numbers), sock)
+        if peer_uid(sock) == os.geteuid():
+            self._pipeline.add_reader(next(self._numbers), sock)
+        else:
+            sock.close()
 
     def _exited(self, pid: int, exit_code: int) -> None:
         self._pipeline.child_died(pid)
 
-    def _close_inherited(self) -> None:
-        os.close(self._owner)
-        for sock in (self._listener, self._lifeline):
-            sock.close()
-
-
-def _end(mask: int) -> None:
-    raise EOFError
+    def _in_child(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._listener.close()
 
 
 def main() -> None:
     """Run a server as configured by a pickled `ServerConfig` on standard input."""
     config: ServerConfig = pickle.loads(sys.stdin.buffer.read())  # from our parent, the owner
-    if os.getppid() != config.owner_pid:  # it was killed meanwhile
-        config.address.forget()
-        return
     sys.path[:] = config.sys_path
     server = _Server(config)
     preload(config.preload)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     server.serve()
     end_session()

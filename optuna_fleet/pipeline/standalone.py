@@ -1,23 +1,36 @@
-"""A pipeline without an executor: its processes, and readers in whatever process wants to read."""
+"""A pipeline without an executor: its processes, and readers in whatever process wants to read.
+
+The server listens on a Unix socket of a random, abstract name, which ends with it. Such a name is
+open to all users of the machine, so either side looks who is at the other end: a reader unpickles
+what comes from there, and samples are for nobody else.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
+from optuna_fleet.exceptions import (
+    FleetConfigError,
+    FleetError,
+    PipelineLostError,
+    ProtocolError,
+)
 from optuna_fleet.pipeline import limits, wire
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import AskForStats
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
-from optuna_fleet.pipeline.standalone.admission import Address
+from optuna_fleet.pipeline.standalone_server import ServerConfig, peer_uid
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death, fill_standard_streams
 from optuna_fleet.resources import cpu_count, num_gpus
@@ -25,26 +38,10 @@ from optuna_fleet.resources import cpu_count, num_gpus
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.shared_pipeline import SharedPipeline
 
-_GONE = (ConnectionError, BlockingIOError, EOFError, FileNotFoundError)
-
-_SERVER = "optuna_fleet.pipeline.standalone.standalone_server"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """All that the server process needs to know to start; the descriptors are inherited.
-
-    A preprocessor that works on one sample for `stuck_s` seconds is killed.
-    """
-
-    setup: PipelineSetup
-    address: Address
-    listener: int
-    lifeline: int
-    owner_pid: int
-    stuck_s: float
-    sys_path: tuple[str, ...]
-    preload: tuple[str, ...]
+_GONE = (ConnectionError, BlockingIOError, EOFError)
+_SERVER = "optuna_fleet.pipeline.standalone_server"
+_CONNECT_LIMIT_S = 120
+_BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +54,7 @@ class PipelineHandle:
         ``with handle.connect() as reader: reader.batches("train", batch_size=32, epoch=0)``
     """
 
-    address: Address
+    address: str
     spec: PipelineSpec
 
     def connect(self) -> PipelineReader:
@@ -76,7 +73,7 @@ class PipelineHandle:
             FleetError: The pipeline runs no more.
         """
         try:
-            with self.address.connect() as sock:
+            with _connected(self.address) as sock:
                 wire.receive(sock)  # where the samples are, which is for readers
                 wire.send(sock, AskForStats())
                 stats = wire.receive(sock)
@@ -94,7 +91,7 @@ class PipelineReader:
         from optuna_fleet.pipeline.reader.client import PipelineClient
 
         try:
-            self._sock = handle.address.connect()
+            self._sock = _connected(handle.address)
         except _GONE as error:
             raise _gone(server) from error
         self._client = PipelineClient(self._sock, handle.spec)
@@ -204,32 +201,26 @@ class Session:
         setup = self._setup = _setup(pipeline)  # kept: the server opens its file when it starts
         self._owner_pid = os.getpid()
         self._readers: dict[tuple[int, int], PipelineReader] = {}
-        self._lifeline, lifeline = wire.socket_pair()
-        address = Address.new()
-        self.handle = PipelineHandle(address=address, spec=setup.spec)
-        try:
-            with lifeline, address.listen() as listener:
-                config = ServerConfig(
-                    setup=setup,
-                    address=address,
-                    listener=listener.fileno(),
-                    lifeline=lifeline.fileno(),
-                    owner_pid=self._owner_pid,
-                    stuck_s=limits.STUCK_S,
-                    sys_path=tuple(sys.path),
-                    preload=_modules_to_preload(),
-                )
-                self._server = ModuleProcess(
-                    _SERVER,
-                    config,
-                    # Data sets may compute with more than torch: one core per preprocessor.
-                    environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-                    pass_fds=(listener.fileno(), lifeline.fileno()),
-                )
-        except BaseException:
-            self._lifeline.close()
-            address.forget()
-            raise
+        self.handle = PipelineHandle(
+            address=f"\0optuna-fleet-{secrets.token_hex(16)}", spec=setup.spec
+        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.handle.address)
+            listener.listen(_BACKLOG)
+            config = ServerConfig(
+                setup=setup,
+                listener=listener.fileno(),
+                stuck_s=limits.STUCK_S,
+                sys_path=tuple(sys.path),
+                preload=_modules_to_preload(),
+            )
+            self._server = ModuleProcess(
+                _SERVER,
+                config,
+                # Data sets may compute with more than torch: one core per preprocessor.
+                environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                pass_fds=(listener.fileno(),),
+            )
 
     @property
     def server_pid(self) -> int:
@@ -248,12 +239,38 @@ class Session:
         """End the processes; in a fork of the owner, only let go of them."""
         for reader in self._readers.values():
             reader.close()
-        with self._lifeline:
-            if os.getpid() == self._owner_pid:
-                with contextlib.suppress(OSError):
-                    self._lifeline.shutdown(socket.SHUT_RDWR)
-                self._server.close()
-                self.handle.address.forget()  # the server may have been killed
+        if os.getpid() == self._owner_pid:
+            if self._server.is_alive():
+                os.kill(self._server.pid, signal.SIGTERM)
+            self._server.close()
+
+
+def _connected(address: str) -> socket.socket:
+    """Returns a connection to the server there.
+
+    Raises:
+        ProtocolError: It is another user's.
+        ConnectionError: It has ended.
+        BlockingIOError: It lets nobody in.
+        OSError: This process can't have one more connection.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # By the kernel: with Python's limits nobody waits behind many others.
+        _limit(sock, _CONNECT_LIMIT_S)
+        sock.connect(address)
+        _limit(sock, 0)
+        if peer_uid(sock) != os.geteuid():
+            raise ProtocolError("The pipeline's socket is held by another user's process.")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _limit(sock: socket.socket, seconds: int) -> None:
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _setup(pipeline: SharedPipeline) -> PipelineSetup:

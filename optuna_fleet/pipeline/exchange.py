@@ -1,16 +1,42 @@
-"""The other nodes: whose chunk is whose, and a process' way to ask for one, for a bounded time."""
+"""Chunks shared between nodes: each comes from the node that owns it, or is made here.
+
+Who owns which is the scheme of Pittman et al. (SC18, IV):
+
+| scheme | the owner of a chunk is |
+|---|---|
+| local | each node, for itself |
+| all-shared | one of all nodes, by a hash of (chunk, node) |
+| single-broadcast, multi-broadcast | one of the makers, likewise by a hash |
+
+The hash is a rendezvous hash: when a node comes or goes, only its own chunks change hands. In
+single-broadcast the last of the makers gets the chunks of the others, and gives all of them to the
+nodes that make none.
+"""
 
 from __future__ import annotations
 
+import re
 import select
 import time
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, cast
 
+from optuna_fleet.arguments import check_choice, check_that
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
+
+Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
+SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")
+
+_MANY = re.compile(r"(single|multi)-broadcast:(0*[1-9]\d{0,5})")
+"""With its number of makers, p."""
+
+MOST_PEERS = 500
+"""Of a plan, which has to fit into one packet: nodes that join later only ask the others."""
 
 PATIENCE_S = 10.0
 """A peer that has not answered by then is done without."""
@@ -19,6 +45,80 @@ LEFT_OUT_S = 60.0
 """For so long, unless there is a new plan before."""
 
 _MOST_KNOWN = 10_000  # owners, which take a hash per node to find
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Where the chunks of a node are to be had.
+
+    Attributes:
+        agent: The incarnation of the node's agent.
+        host: Address to connect to.
+        port: Likewise.
+    """
+
+    agent: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The nodes that share chunks, and how. The driver sends a new one when either changes.
+
+    Attributes:
+        scheme: How.
+        peers: All of them, in the order in which they joined.
+        makers: Those that preprocess for all (their agents), in the broadcasts; the first node if
+            there are none.
+    """
+
+    scheme: Scheme = "local"
+    peers: tuple[Peer, ...] = ()
+    makers: frozenset[str] = frozenset()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is anybody to get chunks from."""
+        return self.scheme != "local" and len(self.peers) > 1
+
+    def owner(self, key: ChunkKey) -> Peer | None:
+        """Returns whose chunk this is; None if each node makes it for itself."""
+        if not self.is_shared:
+            return None
+        among = self.peers if self.scheme == "all-shared" else self._makers
+        return max(among, key=lambda peer: _score(key, peer))
+
+    @property
+    def broadcaster(self) -> Peer | None:
+        """Who gives all chunks to the nodes that make none; None if owners do."""
+        return self._makers[-1] if self.is_shared and self.scheme == "single-broadcast" else None
+
+    @property
+    def _makers(self) -> tuple[Peer, ...]:
+        return tuple(peer for peer in self.peers if peer.agent in self.makers) or self.peers[:1]
+
+
+def _score(key: ChunkKey, peer: Peer) -> bytes:
+    return blake2b(f"{peer.agent} {key.epoch} {key.chunk} {key.name}".encode()).digest()
+
+
+def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
+    """Returns what was given: a scheme, and how many nodes make chunks where ":p" says so.
+
+    Raises:
+        FleetConfigError: It is none.
+    """
+    if isinstance(exchange, str) and ":" in exchange:
+        wanted = 'give a number of makers so: "multi-broadcast:4"'
+        check_that("exchange", exchange, _MANY.fullmatch, wanted)
+        scheme, _, count = exchange.partition(":")
+        return cast("Scheme", scheme), int(count)
+    check_choice("exchange", exchange, SCHEMES)
+    return cast("Scheme", exchange), None
+
+
+# Asking others
 
 
 class AskForChunk(NamedTuple):
@@ -59,7 +159,7 @@ class Peers:
         """Puts a plan in the place of the last; nobody is left out any more."""
         self.plan = plan
         self._broadcaster = plan.broadcaster
-        self._owners: dict[ChunkKey, Peer | None] = {}
+        self._owner_of = lru_cache(_MOST_KNOWN)(plan.owner)
         self._left_out_until: dict[Peer, float] = {}
 
     def owns(self, key: ChunkKey) -> bool:
@@ -87,11 +187,7 @@ class Peers:
     def _owner(self, key: ChunkKey) -> Peer | None:
         if self.spec.dataset(key.name).shards:
             key = ChunkKey(key.name, 0, 0)  # a stream is read by one for all
-        if len(self._owners) > _MOST_KNOWN:
-            self._owners.clear()
-        if key not in self._owners:
-            self._owners[key] = self.plan.owner(key)
-        return self._owners[key]
+        return self._owner_of(key)
 
     def _other(self, peer: Peer | None) -> Peer | None:
         if peer is None or peer.agent == self.agent:

@@ -13,8 +13,7 @@ from itertools import islice
 
 from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.exchange.owners import Plan
-from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Answer, AskForChunk, Peers
+from optuna_fleet.pipeline.exchange import PATIENCE_S, Answer, AskForChunk, Peers, Plan
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks

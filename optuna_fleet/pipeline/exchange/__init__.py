@@ -1,1 +1,0 @@
-"""Chunks shared between nodes: each comes from the node that owns it, or is made here."""

@@ -1,1 +1,0 @@
-"""A pipeline without an executor, for training processes that the user starts."""
