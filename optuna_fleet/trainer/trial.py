@@ -205,7 +205,6 @@ class FleetTrial(RemoteTrial):
         loss: Callable[[Any, Any], torch.Tensor],
         *,
         in_flight: int | None = None,
-        flush: bool = True,
         clock_distance: int | None = None,
         virtual_workers: int | None = None,
         layout: str | None = None,
@@ -223,10 +222,10 @@ class FleetTrial(RemoteTrial):
             model: Its layers in their order; what one returns is what the next one gets.
             optimizer: Of the model's parameters; it must treat them one by one.
             loss: From the model's output and the targets to the mean over the samples.
-            in_flight: Parts of a batch (BatchNorm sees parts), or without flushes batches in
-                flight; default 4. With a clock distance as many as help, if memory allows.
-            flush: Without, no device waits, but batches lack ``in_flight - 1`` updates; SGD only.
-            clock_distance: Waves that several pipelines may be apart; implies no flushes.
+            in_flight: Parts of a batch (BatchNorm sees parts); default 4. With a clock distance
+                batches in flight; default as many as help, if memory allows.
+            clock_distance: Waves that several pipelines may be apart; no device waits then for a
+                batch's end, but weights are older by the batches in flight, and SGD's only.
             virtual_workers: How many share each batch at most; default: those that are fastest.
             layout: Which devices become one of these: "NP", "ED", "HD", "ED-local" (HetPipe).
             max_grad_norm: To clip the norm of all gradients.
@@ -240,7 +239,6 @@ class FleetTrial(RemoteTrial):
         return self._training.pipeline(
             *(model, optimizer, loss),
             in_flight=in_flight,
-            flush=flush,
             clock_distance=clock_distance,
             virtual_workers=virtual_workers,
             layout=layout,

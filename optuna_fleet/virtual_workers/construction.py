@@ -22,14 +22,7 @@ from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
 from optuna_fleet.virtual_workers.stage_placement import Placement
-from optuna_fleet.virtual_workers.sums import (
-    Agreement,
-    Columns,
-    Statistics,
-    Ties,
-    parted,
-    shared_parameters,
-)
+from optuna_fleet.virtual_workers.sums import Agreement, Ties, shared_parameters
 from optuna_fleet.virtual_workers.versions import (
     FlushedWeights,
     SgdRule,
@@ -59,13 +52,11 @@ class Construction:
         address: Of this rank's stage.
         part: Its layers.
         edges: The ways to others.
-        columns: The same layers of virtual workers that step together; None if there are none.
         ties: What its layers share with each other and those of other stages.
         noise: Of its layers.
         share: Of this virtual worker in the update of a minibatch.
         rule: From gradients to updates; None where the optimizer steps.
         agreement: With the same layers of other virtual workers.
-        statistics: Of BatchNorm, with flushes and several virtual workers.
     """
 
     def __init__(
@@ -105,17 +96,14 @@ class Construction:
         self.part.to(parts.device)
         self._optimizer.load_state_dict(self._optimizer.state_dict())  # to where parameters are
         self.ties = Ties(model, shared, self.directory, self.rank)
-        self.columns = Columns(self.directory) if self.num_workers > 1 and is_flushed else None
         layers = dict(enumerate(self.part, bounds[stage]))
         self.noise = Noise(layers, parts.device, (parts.run.seed, parts.run.number))
         self._trained = set(parameters_of(self.part))
-        self.share = 1.0 if is_flushed else 1 / self.num_workers
+        self.share = 1 / self.num_workers
         self.rule: SgdRule | None = None
         if not is_flushed:
             self.rule = SgdRule(self._optimizer, parameters_of(self.part).items(), self.share)
-        differing = None if is_flushed else self._optimizer
-        self.agreement = Agreement(self.part, differing, 1 / self.num_workers)
-        self.statistics = Statistics(self.part, worker, self.num_workers)
+        self.agreement = Agreement(self.part, self._optimizer, self.share)
 
     # -- where it is ------------------------------------------------------------------------------
 
@@ -147,7 +135,10 @@ class Construction:
         """The error for a message of a stage that does something else, in words, than this one."""
         side = 1 if isinstance(message, Gradients) else -1
         rank = self.placement.ranks[self.address.worker][self.address.stage + side]
-        return parted(rank, others, self.rank, own)
+        return TrialError(
+            f"The ranks of the trial went different ways: rank {rank} {others}, while rank "
+            f"{self.rank} {own}. All must call the pipeline's methods alike."
+        )
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -169,8 +160,6 @@ class Construction:
         """The trial has ended here; `alone` if the other ranks may not have."""
         self.noise.close()
         self.ties.close()
-        if self.columns is not None:
-            self.columns.close()
         self.edges.close(alone=alone)
 
     # -- how it trains ----------------------------------------------------------------------------
@@ -179,8 +168,6 @@ class Construction:
         """Another one is given to it."""
         if self.rule is not None:
             self.rule.foresee()
-        elif self.columns is not None:
-            self.statistics.begin()
         self.ties.heed()
 
     @property
@@ -190,23 +177,20 @@ class Construction:
 
     @property
     def num_parts(self) -> int:
-        """Minibatches that a batch is cut into, for all virtual workers."""
+        """That a batch is cut into; without flushes each virtual worker has one of them."""
         return self.in_flight if self._options.is_flushed else self.num_workers
 
     @property
     def parts(self) -> range:
         """Which of them go through this virtual worker."""
-        worker, shares = self.address.worker, self.placement.shares
-        if shares:
-            return range(sum(shares[:worker]), sum(shares[: worker + 1]))
-        total, number = self.num_parts, self.num_workers
-        return range(worker * total // number, (worker + 1) * total // number)
+        worker = self.address.worker
+        return range(self.num_parts) if self._options.is_flushed else range(worker, worker + 1)
 
     @property
     def schedule(self) -> Schedule:
         """When a minibatch may start."""
         if self._options.is_flushed:
-            return Flush(len(self.parts))
+            return Flush(self.in_flight)
         is_alone = self.num_workers == 1
         distance = None if is_alone else self._options.clock_distance
         return WaveSynchronous(self.in_flight, distance)
@@ -241,13 +225,13 @@ class Construction:
     def _weights(self) -> Weights:
         if self.rule is None:
             parameters = dict(self.part.named_parameters())  # also those to be trained later
-            return FlushedWeights(parameters, self._optimizer, len(self.parts), self._before_step)
+            return FlushedWeights(parameters, self._optimizer, self.in_flight, self._before_step)
         parameters = dict(parameters_of(self.part))
         if changed := self._trained ^ parameters.keys():
             raise FleetConfigError(
                 f"`requires_grad` of {min(changed)!r} has changed since the first batch, but only "
                 "pipelines with flushes can begin or cease to train a parameter: leave out "
-                "`clock_distance` and flush=False, or give it a learning rate of 0 meanwhile."
+                "`clock_distance`, or give it a learning rate of 0 meanwhile."
             )
         for name, parameter in parameters.items():
             if getattr(parameter, _HOOKS, None):
@@ -262,16 +246,12 @@ class Construction:
 
     def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.ties.add_up()
-        if self.columns is not None:
-            untied = {n: p for n, p in parameters.items() if id(p) not in self.ties.tied}
-            self.statistics.take(self.columns.add_gradients(untied, self.statistics.rows()))
         for parameter in parameters.values():
             hooks = getattr(parameter, _HOOKS, None) if parameter.grad is not None else None
             for hook in (hooks or {}).values():
                 hook(parameter)
         if (most := self._options.max_grad_norm) is not None:
-            is_copy = self.address.worker > 0
-            _clip_gradients(parameters, self._names, most, is_copy=is_copy)
+            _clip_gradients(parameters, self._names, most)
 
 
 @torch.no_grad()
@@ -279,8 +259,6 @@ def _clip_gradients(
     parameters: Mapping[str, nn.Parameter],
     names: Sequence[str],
     max_norm: float,
-    *,
-    is_copy: bool = False,
 ) -> None:
     """As ``torch.nn.utils.clip_grad_norm_`` does with the whole model; all ranks must call it.
 
@@ -290,15 +268,12 @@ def _clip_gradients(
         parameters: Those of this rank.
         names: Of all of them, the same on each rank.
         max_norm: Of all gradients together.
-        is_copy: Another rank has the same gradients, and counts them.
     """
     graded = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     own = {name: torch.linalg.vector_norm(g).double() for name, g in graded.items()}
     device = wire_device()
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(
-        [own[name].to(device) if name in own and not is_copy else zero for name in names]
-    )
+    norms = torch.stack([own[name].to(device) if name in own else zero for name in names])
     if group_size() > 1:
         dist.all_reduce(norms)  # all but one of each are 0
     scale = (max_norm / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)

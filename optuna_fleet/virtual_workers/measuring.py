@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -35,12 +34,9 @@ from optuna_fleet.virtual_workers.stage_placement import (
     Ranks,
     TooManyDevices,
 )
-from optuna_fleet.virtual_workers.sums import can_add_up
 
 Need = Callable[[int], NoReturn]
 """Has the trial begin anew on so many devices."""
-
-_logger = logging.getLogger(__name__)
 
 _STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of others, as Adam, 2
 _OF_GPU = 0.9  # the rest is for what is not counted: fragments, libraries, messages
@@ -81,32 +77,20 @@ def place(
     """
     if group_size() == 1 and math.isinf(demand.memory_bytes):
         alone = Placement(cuts=((),), ranks=((0,),), held=1, in_flight=demand.in_flight or 1)
-        return alone, _directory(alone, dict.fromkeys(model._modules, 0.0), [0], demand)
+        return alone, Directory.of(((0,),), ((),), dict.fromkeys(model._modules, 0.0), [0])
     costs, on = _measured(model, loss, batch, demand, parts)
     demand = replace(demand, memory_bytes=on.memory_bytes[0])
-    if any(cost.leaves_something for own in costs for cost in own):
-        demand = replace(demand, may_replicate=False)
     if group_size() > 1:
         demand = replace(demand, links=measured_links(on.nodes, parts.run.rank, WIRE))
     try:
         placement = demand.place(costs, on)
     except DoesNotFit as error:
         _use_others(error, costs[0], demand, parts, need)
-    if placement.is_free:
-        parts.session.remark(["layout"], placement.reason)
     if placement.reason:
-        _logger.debug("Trial %d: %s", parts.run.number, placement.reason)
+        parts.session.remark(["layout"], placement.reason)
     sizes = (cost.parameter_bytes for cost in costs[0])
     layer_bytes = dict(zip(model._modules, sizes, strict=True))
-    return placement, _directory(placement, layer_bytes, on.nodes, demand)
-
-
-def _directory(
-    placement: Placement, layer_bytes: Mapping[str, float], nodes: Sequence[int], demand: Demand
-) -> Directory:
-    has_servers = len(placement.ranks) > 1 and not demand.is_flushed
-    given = placement.ranks, placement.cuts, layer_bytes, nodes
-    return Directory.of(*given, has_servers=has_servers)
+    return placement, Directory.of(placement.ranks, placement.cuts, layer_bytes, on.nodes)
 
 
 def _measured(
@@ -138,7 +122,7 @@ def _use_others(
 ) -> NoReturn:
     """The devices of now won't do, though as many like the first one, or unlike it, may."""
     number, num_blocks = group_size(), len(demand.blocks)
-    if number > num_blocks and (demand.most_workers == 1 or isinstance(refusal, TooManyDevices)):
+    if isinstance(refusal, TooManyDevices):
         why = f"On {number} devices: {refusal}"
         raise parts.weights.too_wide(why, max_devices=num_blocks)
     most = demand.most_devices
@@ -185,7 +169,7 @@ def layer_costs(
             own = _copy(layer).to(device)
             is_last = place == len(layers) - 1
             cost, values = _measure(own, loss if is_last else None, values, targets, device)
-            costs.append(replace(cost, leaves_something=_leaves_something(own, layer)))
+            costs.append(cost)
     return costs
 
 
@@ -291,25 +275,6 @@ def _there_and_back_s(num_bytes: int, there: int, group: Any, *, starts: bool) -
             dist.send(message, there, group=group)
         taken.append(time.perf_counter() - began)
     return min(taken)
-
-
-def writes_weights(module: nn.Module) -> bool:
-    """Whether its passes do, other than training."""
-    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return any(embedding.max_norm for embedding in embeddings)
-
-
-def _leaves_something(layer: nn.Module, before: nn.Module) -> bool:
-    """Whether passes have changed buffers of a copy otherwise than BatchNorm's, or made some."""
-    if writes_weights(layer):
-        return True
-    kept = dict(before.named_buffers())
-    return any(
-        name not in kept or not torch.equal(buffer.cpu(), kept[name].cpu())
-        for path, module in layer.named_modules()
-        if not can_add_up(module)
-        for name, buffer in module.named_buffers(path, recurse=False)
-    )
 
 
 def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:

@@ -59,10 +59,8 @@ class Directory:
         cuts: Sequence[Sequence[int]],
         layer_bytes: Mapping[str, float],
         nodes: Sequence[int],
-        *,
-        has_servers: bool,
     ) -> Directory:
-        """A server is beside one of the stages that ask it.
+        """A server is beside one of the stages that ask it; one virtual worker alone needs none.
 
         That is on the node that most of these are on (ED-local, where they can all be on one), and
         where servers have the fewest bytes so far.
@@ -72,7 +70,6 @@ class Directory:
             cuts: Where its stages end, without the last.
             layer_bytes: Of the parameters of each layer, by its name.
             nodes: Of each rank.
-            has_servers: Whether there are any.
         """
         num_layers = len(layer_bytes)
         ends = sorted({0, num_layers, *(cut for worker in cuts for cut in worker)})
@@ -86,7 +83,7 @@ class Directory:
                 stages[StageAddress(worker, stage)] = own[stage]
         load = dict.fromkeys(stages.values(), 0.0)
         hosts: list[int] = []
-        for place, piece in enumerate(pieces if has_servers else ()):
+        for place, piece in enumerate(pieces if len(ranks) > 1 else ()):
             near = [stages[address] for address, used in users.items() if place in used]
             on = [nodes[rank] for rank in near]
             host = min(near, key=lambda rank: (-on.count(nodes[rank]), load[rank]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -34,7 +33,6 @@ from optuna_fleet.virtual_workers.minibatches import (
 from optuna_fleet.virtual_workers.pipeline_options import checked_options
 from optuna_fleet.virtual_workers.stage import Loss, PipelineStage
 from optuna_fleet.virtual_workers.stage_placement import Demand
-from optuna_fleet.virtual_workers.sums import Meeting, shared_parameters
 from optuna_fleet.virtual_workers.versions import SgdRule, VersionedWeights
 from optuna_fleet.virtual_workers.whole import HeldModel, WholeModel, WholeOptimizer
 from optuna_fleet.virtual_workers.wsp import Pass, Turn
@@ -80,7 +78,7 @@ class Pipeline:
         self._stage: PipelineStage | None = None
         self._num_before = 0  # batches, before this stage was made
         self._num_begun = 0  # of this virtual worker's minibatches, since then
-        self._losses: deque[Tensor] = deque()
+        self._losses: list[Tensor] = []
         self._progress = _Progress(self, model)
         self.objects = (WholeModel(self.holding), WholeOptimizer(self.holding), self._progress)
 
@@ -135,9 +133,8 @@ class Pipeline:
             targets: What the loss function gets with the model's output; likewise.
 
         Returns:
-            The batch's loss, on every rank. Without flushes that of the batch which is `in_flight`
-            steps back, and None while there is none. None with a clock distance, as no rank knows
-            all virtual workers' part: `flush` returns them.
+            The batch's loss, on every rank. None with a clock distance, as no rank knows all
+            virtual workers' part: `flush` returns the losses.
 
         Raises:
             FleetConfigError: The devices have too little memory.
@@ -153,27 +150,23 @@ class Pipeline:
                 self._give(own, part)
             if self._options.is_flushed:
                 self._run(own, lambda stage: stage.completed >= self._num_begun)
-                return self._whole_loss(own)
+                loss = functools.reduce(torch.add, self._losses)
+                self._losses.clear()
+                return loss
             self._run(own, lambda stage: stage.started >= self._num_begun)
-            is_alone = self._options.clock_distance is None
-            is_known = is_alone and self._num_begun > own.in_flight
-            return self._losses.popleft() if is_known else None
+            return None
 
     def flush(self) -> list[Tensor]:
         """Train to their end the batches that are in flight, and return their losses.
 
-        With a clock distance those of all batches since the last time. There are none with
-        flushes. Evaluation, and an epoch's end, do so too: losses that nobody has asked for are
-        forgotten then.
+        Of all batches since the last time; with flushes there are none. Evaluation, and an epoch's
+        end, do so too: losses that nobody has asked for are forgotten then.
         """
         own, stage = self._own, self._stage
         if own is None or stage is None:
             return []
         self._parts.session.count()
         with own.naming_errors(), torch.no_grad():
-            if own.columns is not None:
-                own.columns.meet(Meeting.FLUSH)
-                own.agreement.take(own.columns.add(own.agreement.rest()))
             if not isinstance(weights := stage.weights, VersionedWeights):
                 return []
             self._run(own, lambda stage: stage.completed >= self._num_begun)
@@ -195,12 +188,6 @@ class Pipeline:
         self._stage = None
         self._num_before, self._num_begun = num_batches, 0
         self._losses.clear()
-
-    def _whole_loss(self, own: Construction) -> Tensor:
-        """Of a batch whose parts are through."""
-        loss = functools.reduce(torch.add, self._losses)
-        self._losses.clear()
-        return loss if own.columns is None else own.columns.add_loss(loss)
 
     def _give(self, own: Construction, part: Microbatch) -> None:
         if self._stage is None:
@@ -310,17 +297,10 @@ class Pipeline:
                 in_flight=options.most_in_flight,
                 memory=memory_of(self._optimizer, is_flushed=options.is_flushed),
                 memory_bytes=memory_of_device(self._parts.device) if limit is None else limit,
-                is_flushed=options.is_flushed,
+                clock_distance=options.clock_distance,
                 most_workers=options.most_workers,
                 layout=options.layout,
                 most_devices=options.max_devices or 1,
-                clock_distance=options.clock_distance or 0,
-                may_replicate=options.may_replicate,
-                untied=blocks_of(self._model, may_part_ties=False),
-                tied_bytes=sum(
-                    one.parameter.nbytes * len(one.layers)
-                    for one in shared_parameters(self._model)
-                ),
             )
             given = self._model, self._loss, batch, demand, self._parts, self._need
             placement, directory = place(*given)

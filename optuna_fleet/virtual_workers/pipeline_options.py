@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from optuna_fleet.arguments import check_choice, check_number, check_that, is_a
+from optuna_fleet.arguments import check_choice, check_number
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.virtual_workers.layouts import LAYOUTS
-from optuna_fleet.virtual_workers.measuring import blocks_of, writes_weights
+from optuna_fleet.virtual_workers.measuring import blocks_of
 from optuna_fleet.virtual_workers.whole import check_owned
 
 _PARTS = 4
@@ -29,7 +29,6 @@ class PipelineOptions:
     """
 
     in_flight: int | None
-    flush: bool
     clock_distance: int | None
     virtual_workers: int | None
     layout: str | None
@@ -40,17 +39,15 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         check_number("in_flight", self.in_flight, least=1, whole=True, optional=True)
-        check_that("flush", self.flush, is_a(bool), "be True or False")
         check_number("clock_distance", self.clock_distance, least=0, whole=True, optional=True)
         check_number("virtual_workers", self.virtual_workers, least=1, whole=True, optional=True)
         check_choice("layout", self.layout, LAYOUTS, optional=True)
         check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
         check_number("memory_bytes", self.memory_bytes, above=0, optional=True)
         if self.max_grad_norm is not None and not self.is_flushed:
-            given = "flush=False" if self.clock_distance is None else "`clock_distance`"
             raise FleetConfigError(
-                f"`max_grad_norm` is given with {given}, but the norm of all gradients is only "
-                "known when the pipeline is flushed: leave one of them out."
+                "`max_grad_norm` is given with `clock_distance`, but the norm of all gradients is "
+                "only known when the pipeline is flushed: leave one of them out."
             )
         self._check_workers()
 
@@ -66,21 +63,16 @@ class PipelineOptions:
                 f"`virtual_workers` is {several}, but in the layout {self.layout!r} their number "
                 "follows from the nodes: leave one of them out."
             )
-        if several > 1 and not self.is_flushed and self.clock_distance is None:
+        if several > 1 and self.is_flushed:
             raise FleetConfigError(
-                f"`virtual_workers` is {several} with flush=False: say with `clock_distance` how "
-                "many waves they may be apart."
-            )
-        if several > self.num_parts and self.is_flushed:
-            raise FleetConfigError(
-                f"`virtual_workers` is {several}, but `in_flight` is {self.num_parts}: with "
-                "flushes they share the parts of a batch, so it must not be more."
+                f"`virtual_workers` is {several}, but there is one, whose pipeline is flushed, "
+                "unless you say with `clock_distance` how many waves they may be apart."
             )
 
     @property
     def is_flushed(self) -> bool:
         """Whether all gradients of a batch are there before the next one begins."""
-        return self.flush and self.clock_distance is None
+        return self.clock_distance is None
 
     @property
     def num_parts(self) -> int:
@@ -90,19 +82,12 @@ class PipelineOptions:
     @property
     def most_in_flight(self) -> int | None:
         """Minibatches in flight; None for as many as there is memory for, and as help."""
-        return self.num_parts if self.clock_distance is None else self.in_flight
-
-    @property
-    def may_replicate(self) -> bool:
-        """Whether each device may have the whole model, if that is expected to be faster."""
-        return self.is_flushed and self.virtual_workers is None
+        return self.num_parts if self.is_flushed else self.in_flight
 
     @property
     def most_workers(self) -> int | None:
         """Virtual workers at most; None for as many as are fastest."""
-        if self.clock_distance is None:
-            return self.virtual_workers or 1
-        return self.virtual_workers
+        return 1 if self.is_flushed else self.virtual_workers
 
 
 def checked_options(
@@ -115,19 +100,17 @@ def checked_options(
     """
     _check(model, optimizer)
     options = PipelineOptions(**given)
-    if options.most_workers != 1 and writes_weights(model):
+    if options.most_workers != 1 and _writes_weights(model):
         raise FleetConfigError(
             "The model has an embedding with `max_norm`, which writes to its weights when it is "
             "called: those of several virtual workers would come apart. Leave out "
-            "`virtual_workers` and `clock_distance`, and it trains in stages."
+            "`clock_distance`, and it trains in stages."
         )
     session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run=run, spans_types=True)
     workers = options.most_workers
     usable = run.num_of_all_types if workers is None else workers * num_blocks
-    if options.may_replicate:
-        usable = max(usable, options.num_parts)
     most = min(bounds.max_devices or usable, usable)
     if bounds.min_devices > most:
         raise FleetConfigError(
@@ -142,6 +125,12 @@ def checked_options(
         )
     parts.widths.bounds = replace(bounds, max_devices=most)
     return replace(options, max_devices=min(most, run.num_of_all_types))
+
+
+def _writes_weights(module: nn.Module) -> bool:
+    """Whether its passes do, other than training."""
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return any(embedding.max_norm for embedding in embeddings)
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -10,7 +10,6 @@ from enum import Enum
 from optuna_fleet.virtual_workers.partition import (
     Layers,
     Links,
-    Memory,
     Partition,
     PartitionProblem,
     Stage,
@@ -21,7 +20,7 @@ from optuna_fleet.virtual_workers.partition import (
 from optuna_fleet.virtual_workers.wsp import held_minibatches
 
 
-def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
+def pipeline_rate(stage_s: Sequence[float], held: int) -> float:
     """Minibatches per second of one virtual worker without flushes.
 
     A stage that holds at most f minibatches, which come back after the time of all stages from it
@@ -29,15 +28,33 @@ def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
 
     Args:
         stage_s: Seconds of each stage for one minibatch, with its share of pushes and pulls.
-        in_flight: Minibatches in flight, N_m.
+        held: Minibatches that stages have memory for; of all in flight, N_m, if it is not short.
     """
+    return 1 / _follows_s(stage_s, held)
+
+
+def flushed_s(stage_s: Sequence[float], num_parts: int, held: int) -> float:
+    """Seconds of a pipeline for a batch of so many parts, from flush to flush.
+
+    The first part takes the time of all stages; each of the others follows as in `pipeline_rate`.
+    """
+    return sum(stage_s) + (num_parts - 1) * _follows_s(stage_s, held)
+
+
+def _follows_s(stage_s: Sequence[float], held: int) -> float:
+    """Seconds from one minibatch to the next one in a full pipeline."""
     num = len(stage_s)
-    limits = (held_minibatches(q, num, in_flight) / sum(stage_s[q:]) for q in range(num))
-    return min(1 / max(stage_s), *limits)
+    limits = (sum(stage_s[q:]) / held_minibatches(q, num, held) for q in range(num))
+    return max(*stage_s, *limits)
 
 
 def waves_rate(
-    workers: Sequence[Partition], layers: Layers, links: Links, in_flight: int, servers: Servers
+    workers: Sequence[Partition],
+    layers: Layers,
+    links: Links,
+    in_flight: int,
+    servers: Servers,
+    held: int,
 ) -> float:
     """Minibatches per second of virtual workers without flushes; all go as fast as the slowest.
 
@@ -49,6 +66,7 @@ def waves_rate(
         links: Ways between the devices.
         in_flight: Minibatches in flight in each, which are a wave.
         servers: Where the parameters are.
+        held: As in `pipeline_rate`.
     """
     syncs = [[0.0] * len(worker.stages) for worker in workers]
     if len(workers) > 1:
@@ -58,22 +76,7 @@ def waves_rate(
         [stage.seconds + sync_s for stage, sync_s in zip(worker.stages, its_syncs, strict=True)]
         for worker, its_syncs in zip(workers, syncs, strict=True)
     ]
-    return len(workers) * min(pipeline_rate(times, in_flight) for times in stage_s)
-
-
-def fits_on_each(layers: Layers, devices: Sequence[StageDevice], memory: Memory) -> bool:
-    """Whether every device has memory for the whole model, in one version, and a minibatch."""
-    needed = memory.copies * sum(layers.parameter_bytes) + sum(layers.kept_bytes)
-    return all(needed <= device.memory_bytes for device in devices)
-
-
-def all_reduce_s(num_bytes: float, devices: Sequence[StageDevice], links: Links) -> float:
-    """Seconds of a ring all-reduce; over the slower links if devices are on several nodes."""
-    num = len(devices)
-    if num == 1:
-        return 0.0
-    link = links.within if len({device.node for device in devices}) == 1 else links.between
-    return 2 * (num - 1) * link.seconds(num_bytes / num)
+    return len(workers) * min(pipeline_rate(times, held) for times in stage_s)
 
 
 class Servers(Enum):

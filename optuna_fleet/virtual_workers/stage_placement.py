@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
-from optuna_fleet.virtual_workers.layouts import (
-    Layout,
-    best_flushed_layout,
-    distributions,
-)
+from optuna_fleet.virtual_workers.layouts import distributions
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -25,8 +22,8 @@ from optuna_fleet.virtual_workers.partition import (
 )
 from optuna_fleet.virtual_workers.predictions import (
     Servers,
-    best_partitions,
     can_be_local,
+    flushed_s,
     partitions_under_load,
     waves_rate,
 )
@@ -47,8 +44,6 @@ class LayerCost:
         output_bytes: What it gives to the next layer.
         parameter_bytes: Size of its parameters.
         kept_bytes: What it keeps between the two passes.
-        leaves_something: Whether passes change its buffers, but for BatchNorm's statistics, or its
-            weights.
     """
 
     forward_s: float
@@ -56,7 +51,6 @@ class LayerCost:
     output_bytes: float
     parameter_bytes: float
     kept_bytes: float
-    leaves_something: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +62,14 @@ class Placement:
         ranks: Of each virtual worker, the rank of each stage.
         held: Minibatches that each stage has memory for between their two passes.
         in_flight: Parts of a batch; without flushes, minibatches in each virtual worker.
-        shares: Of each virtual worker, how many of a batch's parts; none if all have as many.
-        reason: Why, for people.
-        is_free: The user has not said how many virtual workers there are to be.
+        reason: Why, for people, where they have not said what it is to be.
     """
 
     cuts: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
     held: int
     in_flight: int
-    shares: tuple[int, ...] = ()
     reason: str = ""
-    is_free: bool = False
 
 
 class TooManyDevices(DoesNotFit):
@@ -95,52 +85,55 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Virtual workers, with the partition of each, and the seconds that a batch is to take."""
+
+    name: str
+    partitions: tuple[Partition, ...]
+    held: int
+    in_flight: int
+    batch_s: float
+
+    @property
+    def slowest_s(self) -> float:
+        return max(partition.slowest_s for partition in self.partitions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """What pipelines take.
 
     Attributes:
         blocks: Where each run of layers ends that must stay together.
-        in_flight: Minibatches in a pipeline; with flushes, those of all pipelines together. None
-            for as many as there is memory for, and as help.
+        in_flight: Parts of a batch; without flushes, minibatches in each pipeline, None for as
+            many as there is memory for, and as help.
         memory: Copies of the weights.
         memory_bytes: Of each device; infinite if that does not matter.
-        is_flushed: Virtual workers share the parts of each batch, and step together.
+        clock_distance: Between virtual workers without flushes; None for one with flushes.
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
             are fastest.
         layout: One of `LAYOUTS`; None for the fastest.
         most_devices: That the trial can have.
-        clock_distance: Between these, without flushes.
-        may_replicate: With flushes each device may have the whole model, where that is faster.
         links: Ways between the devices.
-        untied: Blocks with which no layers are parted that share a parameter.
-        tied_bytes: What each flush sends if they are parted.
     """
 
     blocks: tuple[int, ...]
     in_flight: int | None
     memory: Memory
     memory_bytes: float
-    is_flushed: bool = True
+    clock_distance: int | None = None
     most_workers: int | None = 1
     layout: str | None = None
     most_devices: int = 1
-    clock_distance: int = 0
-    may_replicate: bool = False
     links: Links = _LINKS
-    untied: tuple[int, ...] = ()
-    tied_bytes: float = 0.0
 
     def fewest_stages(self, costs: Sequence[LayerCost], most: int) -> int | None:
         """How many of the same device hold the model; None if not even `most` of them do."""
-        alone = replace(
-            self, most_workers=1, layout=None, may_replicate=False, in_flight=self.in_flight or 1
-        )
+        alone = replace(self, most_workers=1, layout=None, in_flight=self.in_flight or 1)
         for number in range(1, min(most, len(self.blocks)) + 1):
-            try:
+            with suppress(DoesNotFit):
                 alone.place([costs] * number)
-            except DoesNotFit:
-                continue
-            return number
+                return number
         return None
 
     def place(self, costs: Sequence[Sequence[LayerCost]], on: Ranks | None = None) -> Placement:
@@ -155,12 +148,10 @@ class Demand:
         """
         num = len(costs)
         on = on or Ranks(nodes=(0,) * num, memory_bytes=(self.memory_bytes,) * num)
-        if self.is_flushed and self.most_workers == 1:
-            return self._faster(costs, on)
         layers, ranks, devices = self._given(costs, on)
         passes = layers.forward_s, layers.backward_s
         speeds = {kind: 1 / sum(sum(one[kind]) for one in passes) for kind in layers.forward_s}
-        found: list[Layout] = []
+        found: list[_Layout] = []
         refusal: DoesNotFit = TooManyDevices(
             f"There are more devices than parts of the model: {num}."
         )
@@ -169,7 +160,7 @@ class Demand:
             if max(map(len, workers)) > len(layers):
                 continue
             try:
-                found.append(self._placed(layers, name, workers))
+                found.append(self._placed(_share_of(layers, len(workers)), name, workers))
             except DoesNotFit as error:
                 refusal = error
             if found and not is_free:
@@ -177,53 +168,59 @@ class Demand:
         if not found:
             raise refusal
         best = min(found, key=lambda layout: layout.batch_s)
-        return self._placement(ranks, best, _in_words(best) if is_free else "", is_free=is_free)
+        return self._placement(ranks, best, _in_words(best) if is_free else "")
 
-    def _placement(
-        self, ranks: Sequence[int], layout: Layout, reason: str, *, is_free: bool = False
-    ) -> Placement:
+    def _placement(self, ranks: Sequence[int], layout: _Layout, reason: str) -> Placement:
         workers = [
             (
                 tuple(ranks[stage.device.index] for stage in own.stages),
                 tuple(self.blocks[cut - 1] for cut in own.cuts),
-                share,
             )
-            for own, share in zip_longest(layout.partitions, layout.shares)
+            for own in layout.partitions
         ]
-        on, cuts, shares = zip(*sorted(workers, key=lambda worker: min(worker[0])), strict=True)
-        return Placement(
-            ranks=on,
-            cuts=cuts,
-            shares=shares if layout.shares else (),
-            held=layout.held,
-            in_flight=layout.in_flight,
-            reason=reason,
-            is_free=is_free,
-        )
+        on, cuts = zip(*sorted(workers, key=lambda worker: min(worker[0])), strict=True)
+        held, in_flight = layout.held, layout.in_flight
+        return Placement(ranks=on, cuts=cuts, held=held, in_flight=in_flight, reason=reason)
 
-    def _faster(self, costs: Sequence[Sequence[LayerCost]], on: Ranks) -> Placement:
-        """The whole model on each rank or a stage of it, with all of a batch's parts."""
-        assert self.in_flight is not None
-        found: list[tuple[Layout, str, Demand]] = []
-        refusal: DoesNotFit | None = None
-        ways = [self]
-        if self.untied not in ((), self.blocks):
-            ways.append(replace(self, blocks=self.untied, tied_bytes=0.0))
-        for demand in ways:
-            layers, ranks, devices = demand._given(costs, on)
-            problem = self._problem(layers, (tuple(devices),), self.in_flight, self.in_flight)
-            try:
-                best, why = best_flushed_layout(
-                    problem, may_replicate=self.may_replicate, exchanged_bytes=demand.tied_bytes
-                )
-                found.append((best, why, demand))
-            except DoesNotFit as error:
-                refusal = refusal or error
-        if not found:
-            assert refusal is not None
-            raise refusal
-        best, why, demand = min(found, key=lambda way: way[0].batch_s)
-        return demand._placement(ranks, best, why)
+    def _placed(self, layers: Layers, name: str, workers: Workers) -> _Layout:
+        """The fastest of those whose stages hold one minibatch at a time, or more.
+
+        Where memory is not short, that does not depend on times: more than 2 k - 1 keep a pipeline
+        no fuller. If their number is free, k do for an even pipeline that is alone; beside others
+        more make pushes rarer.
+        """
+        stages = max(map(len, workers))
+        most = stages if self.in_flight is None and len(workers) == 1 else 2 * stages - 1
+        found = [self._layout(layers, name, workers, held=1)]
+        for held in range(min(most, self.in_flight or most), 1, -1):
+            with suppress(DoesNotFit):
+                found.append(self._layout(layers, name, workers, held))
+                if found[-1].slowest_s <= found[0].slowest_s:  # as if memory were without end
+                    break
+        return min(found, key=lambda layout: layout.batch_s)
+
+    def _layout(self, layers: Layers, name: str, workers: Workers, held: int) -> _Layout:
+        in_flight, memory = self.in_flight or held, self.memory
+        if self.clock_distance is not None:  # versions: as many as are in flight, and of waves
+            waves = self.clock_distance + 3 if len(workers) > 1 else 0
+            memory = replace(memory, copies=memory.copies + in_flight - held + waves)
+        problem = PartitionProblem(
+            layers=layers, devices=workers[0], in_flight=held, links=self.links, memory=memory
+        )
+        partitions = partitions_under_load(problem, workers)
+        are_local = can_be_local(partitions)
+        if self.layout == "ED-local" and not are_local:
+            raise DoesNotFit(f"{len(workers)} virtual workers have layers on unlike nodes.")
+        if self.clock_distance is None:
+            stage_s = [stage.seconds for stage in partitions[0].stages]
+            batch_s = flushed_s(stage_s, in_flight, held)
+        else:
+            servers = Servers.LOCAL if are_local else Servers.ROUND_ROBIN
+            rate = waves_rate(partitions, layers, self.links, in_flight, servers, held)
+            batch_s = len(workers) / rate  # each has its share of every batch
+        return _Layout(
+            name=name, partitions=partitions, held=held, in_flight=in_flight, batch_s=batch_s
+        )
 
     def _given(
         self, costs: Sequence[Sequence[LayerCost]], on: Ranks
@@ -255,75 +252,8 @@ class Demand:
     def _in_blocks(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
         return [_sum(costs[first:end]) for first, end in pairwise((0, *self.blocks))]
 
-    def _placed(self, layers: Layers, name: str, workers: Workers) -> Layout:
-        if not self.is_flushed:
-            layers = _share_of(layers, len(workers))
-        in_flight = self.in_flight or self._most_that_help(layers, workers)
-        through = in_flight  # each pipeline; with flushes they share the parts of a batch
-        if self.is_flushed:
-            through = -(-in_flight // len(workers))
-        for held in range(through, 0, -1):
-            try:
-                problem = self._problem(layers, workers, through, held)
-                partitions = partitions_under_load(problem, workers)
-            except DoesNotFit:
-                if held == 1:
-                    raise
-            else:
-                break
-        if self.layout == "ED-local" and not can_be_local(partitions):
-            raise DoesNotFit(f"{len(workers)} virtual workers have layers on unlike nodes.")
-        return Layout(
-            name=name,
-            partitions=partitions,
-            held=held,
-            in_flight=in_flight,
-            batch_s=self._batch_s(layers, partitions, in_flight),
-        )
 
-    def _most_that_help(self, layers: Layers, workers: Workers) -> int:
-        """N_m: where memory is not short, it does not depend on times.
-
-        An even pipeline is full with a minibatch for each stage. More make pushes rarer, until
-        stages hold no more.
-        """
-        num = max(map(len, workers))
-        batches_s: dict[int, float] = {}
-        least_s = -math.inf
-        for number in [1, *range(num if len(workers) == 1 else 2 * num - 1, 1, -1)]:
-            try:
-                problem = self._problem(layers, workers, number, number)
-                partitions = best_partitions(problem, workers)
-            except DoesNotFit:
-                if number == 1:
-                    raise
-                continue
-            batches_s[number] = self._batch_s(layers, partitions, number)
-            slowest_s = max(partition.slowest_s for partition in partitions)
-            if slowest_s <= least_s:  # as if there were memory without end: fewer do not help
-                break
-            least_s = slowest_s if number == 1 else least_s
-        return min(batches_s, key=lambda number: batches_s[number])
-
-    def _problem(
-        self, layers: Layers, workers: Workers, in_flight: int, held: int
-    ) -> PartitionProblem:
-        memory = self.memory
-        if memory.keeps_versions:  # as many as are in flight, however few are held
-            waves = self.clock_distance + 3 if len(workers) > 1 else 0
-            memory = replace(memory, copies=memory.copies + in_flight - held + waves)
-        return PartitionProblem(
-            layers=layers, devices=workers[0], in_flight=held, links=self.links, memory=memory
-        )
-
-    def _batch_s(self, layers: Layers, partitions: Sequence[Partition], in_flight: int) -> float:
-        """Each virtual worker has its share of every batch."""
-        servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
-        rate = waves_rate(partitions, layers, self.links, in_flight, servers)
-        return len(partitions) / rate
-
-
-def _in_words(chosen: Layout) -> str:
+def _in_words(chosen: _Layout) -> str:
     sizes = sorted({len(partition.stages) for partition in chosen.partitions})
     stages = " or ".join(map(str, sizes))
     return (

@@ -32,11 +32,10 @@ def noisy() -> nn.Sequential:
     return convnet().insert(3, nn.Dropout(0.2))
 
 
-def in_stages(trial: Any, *, build: Any = convnet, num_workers: int = 1, **options: Any) -> None:
+def in_stages(trial: Any, *, build: Any = convnet) -> None:
     model = build()
     optimizer = momentum(model)
-    options["virtual_workers"] = num_workers
-    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy)
     seen = trial.state.setdefault("seen", [])
     for _ in trial.epochs(EPOCHS):
         for images, labels in trial.batches("train", batch_size=10):
@@ -79,10 +78,6 @@ def test_stages_give_the_bits_of_one_device_also_where_they_move(lab: Any, build
 
 def test_stages_give_the_bits_of_a_plain_loop_over_the_parts(lab: Any) -> None:
     assert lab.fly(in_stages, [3]).values == lab.undisturbed(plainly).values
-
-
-def test_virtual_workers_with_flushes_give_what_one_device_gives(lab: Any) -> None:
-    lab.same(functools.partial(in_stages, num_workers=2), [1, 4, 3], told=TOLD)
 
 
 def test_a_stage_that_dies_costs_its_trial_nothing_but_time(lab: Any) -> None:
@@ -128,6 +123,7 @@ class Noting:
 
 
 NUM_STEPS = 20
+ALONE = {"virtual_workers": 1, "clock_distance": 0}
 
 
 def counts(
@@ -161,11 +157,11 @@ def counts(
 def test_without_flushes_a_batch_lacks_as_many_updates_as_are_in_flight(
     lab: Any, width: int
 ) -> None:
-    flown = lab.fly(functools.partial(counts, in_flight=3, flush=False), [width])
+    flown = lab.fly(functools.partial(counts, in_flight=3, **ALONE), [width])
     seen = flown.values["seen"]
     expected = [-4.0 * max(0, number - 3) for number in range(1, NUM_STEPS + 1)]
     assert seen["layout"] == [1, width]
-    assert seen["losses"] == [None] * 3 + expected
+    assert seen["losses"] == [None] * NUM_STEPS + expected
     assert seen["trained"] == NUM_STEPS
 
 
@@ -215,9 +211,7 @@ def test_on_two_nodes_a_layout_says_who_is_with_whom(lab: Any, tmp_path: Path) -
 
 
 def test_four_are_in_flight_unless_it_is_said(lab: Any) -> None:
-    for flush in (True, False):
-        seen = lab.fly(functools.partial(counts, flush=flush, virtual_workers=1), [3]).values
-        assert seen["seen"]["in_flight"] == 4
+    assert lab.fly(counts, [3]).values["seen"]["in_flight"] == 4
 
 
 def adam(trial: Any) -> None:

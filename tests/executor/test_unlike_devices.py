@@ -21,7 +21,7 @@ from tests.fleets import fleet_of, train
 from tests.virtual_workers.test_pipelines import BATCH, momentum, result, trains
 
 LINEAR = 3 * 8 * 36 * 37  # bytes of a layer's weights, gradients and momenta
-OPTIONS = {"in_flight": 4, "virtual_workers": 1}
+OPTIONS = {"in_flight": 4}
 
 
 def layers() -> nn.Sequential:

@@ -8,16 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.virtual_workers.layouts import (
-    best_flushed_layout,
     distributions,
     equal_distribution,
-    flushed_s,
     hybrid_distribution,
     node_partition,
-    shares_of,
 )
 from optuna_fleet.virtual_workers.partition import (
-    DoesNotFit,
     Layers,
     Link,
     Links,
@@ -28,6 +24,7 @@ from optuna_fleet.virtual_workers.partition import (
 )
 from optuna_fleet.virtual_workers.predictions import (
     Servers,
+    flushed_s,
     partitions_under_load,
     pipeline_rate,
     sync_seconds,
@@ -146,100 +143,6 @@ def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flus
     if flush:
         predicted = in_flight / flushed_s(stage_s, in_flight, held=in_flight)
     assert 0.5 * predicted <= found <= 1.4 * predicted
-
-
-# -- batches in parts -----------------------------------------------------------------------------
-
-WIRES = Links(within=Link(bytes_per_s=100.0), between=Link(bytes_per_s=10.0))
-
-
-def flushed(kinds, *, num_parts=4, num_layers=8, **more):
-    options = {key: more.pop(key) for key in ("may_replicate", "exchanged_bytes") if key in more}
-    devices = tuple(
-        StageDevice(index=i, node=0, kind=kind, memory_bytes=more.get("memory", 1e9))
-        for i, kind in enumerate(kinds)
-    )
-    more.pop("memory", None)
-    problem = PartitionProblem(
-        layers=layers_of(num_layers, **more),
-        devices=devices,
-        in_flight=num_parts,
-        links=WIRES,
-        memory=Memory(copies=2, keeps_versions=False),
-    )
-    return best_flushed_layout(problem, **options)[0]
-
-
-def test_a_model_that_fits_is_on_each_device_unless_its_gradients_take_too_long():
-    light = flushed("VV", parameters=1.0)
-    assert light.shares == (2, 2)
-    # 2 of 4 parts, each 8 layers of 3 x 100 / 112 s; then 8 bytes, all-reduced.
-    assert light.batch_s == pytest.approx(2 * 8 * 300 / 112 + 2 * 4 / 100)
-    heavy = flushed("VV", parameters=1000.0)
-    assert not heavy.shares
-
-
-def test_what_does_not_fit_on_each_device_is_a_pipeline():
-    found = flushed("VV", parameters=10.0, memory=100.0)
-    assert found.partitions[0].cuts == (4,)
-    assert flushed("VV", parameters=10.0, memory=160.0).shares == (2, 2)
-    with pytest.raises(DoesNotFit):
-        flushed("VV", parameters=10.0, memory=70.0)
-
-
-@pytest.mark.parametrize(
-    "more", [{"may_replicate": False}, {"num_parts": 1}], ids=["not wanted", "fewer parts"]
-)
-def test_some_are_pipelines_even_if_they_fit(more):
-    assert not flushed("VV", **more).shares
-
-
-def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds():
-    def held_and_cuts(memory):
-        more = {"kept": 10.0, "parameters": 1.0, "may_replicate": False}
-        found = flushed("VV", num_layers=6, memory=memory, **more)
-        return found.held, found.partitions[0].cuts
-
-    assert held_and_cuts(100.0) == (4, (3,))
-    assert held_and_cuts(80.0) == (2, (3,))  # fewer parts, but stages that take as long
-    assert held_and_cuts(65.0) == (4, (2,))  # unlike stages, which is better than waiting
-    assert held_and_cuts(45.0) == (1, (3,))
-    with pytest.raises(DoesNotFit):
-        held_and_cuts(35.0)
-
-
-def test_what_can_not_be_cut_so_often_is_on_each_device():
-    assert flushed("VVV", num_layers=2, parameters=1e4).shares == (2, 1, 1)
-    with pytest.raises(DoesNotFit, match="3 devices are more than the 2 stages"):
-        flushed("VVV", num_layers=2, may_replicate=False)
-
-
-def test_what_a_pipeline_sends_at_a_flush_speaks_against_it():
-    kept, sent = (flushed("VV", parameters=400.0, exchanged_bytes=number) for number in (0.0, 1e5))
-    assert not kept.shares
-    assert sent.shares == (2, 2)
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 6))
-def test_no_shares_end_earlier(part_s, more):
-    num_parts = len(part_s) + more
-
-    def all_shares(places, left):
-        if places == 1:
-            yield (left,)
-            return
-        for own in range(1, left - places + 2):
-            for rest in all_shares(places - 1, left - own):
-                yield (own, *rest)
-
-    def end_s(shares):
-        return max(number * one_s for number, one_s in zip(shares, part_s, strict=True))
-
-    shares = shares_of(part_s, num_parts)
-    assert sum(shares) == num_parts
-    assert min(shares) >= 1
-    best = min(map(end_s, all_shares(len(part_s), num_parts)))
-    assert end_s(shares) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("held", [1, 2, 4, 8])

@@ -80,7 +80,7 @@ class Blueprint:
         ranks = count()
         of_workers = [[next(ranks) for _ in (*cuts, ())] for cuts in self.cuts]
         layers, nodes = dict.fromkeys(self.model._modules, 1.0), [0] * next(ranks)
-        return Directory.of(of_workers, self.cuts, layers, nodes, has_servers=not self.is_alone)
+        return Directory.of(of_workers, self.cuts, layers, nodes)
 
     def stage(self, address: StageAddress, transport: InProcess) -> PipelineStage:
         """Make a stage; copies of its part, so that virtual workers share nothing."""

@@ -94,7 +94,7 @@ def test_momenta_and_statistics_become_means_and_constants_stay() -> None:
 
 
 def directory(cuts, ranks, nodes):
-    return Directory.of(ranks, cuts, dict.fromkeys("abcdef", 1.0), nodes, has_servers=True)
+    return Directory.of(ranks, cuts, dict.fromkeys("abcdef", 1.0), nodes)
 
 
 def test_servers_are_on_the_node_of_most_who_ask_them_and_shared_out() -> None:

@@ -24,10 +24,9 @@ from tests.fleets import Leg, fleet_of, run, small_pipeline
 from tests.waiting import until
 
 ON_FOUR = Leg((0, 1, 2, 3))
-FLUSHED = {"in_flight": 4, "virtual_workers": 2}
+FLUSHED = {"in_flight": 4}
 SERVERS = {"in_flight": 3, "virtual_workers": 2, "clock_distance": 0}
-ALONE = {"in_flight": 3, "flush": False}
-REPLICAS = {"in_flight": 4, "virtual_workers": 4}
+ALONE = {"in_flight": 3, "virtual_workers": 1, "clock_distance": 0}
 
 
 class Trap(nn.Module):
@@ -186,7 +185,7 @@ def returns_at_an_error(trial: Any) -> float:
 def test_who_returns_at_an_error_that_others_do_not_have_lets_go_of_them(tmp_path: Path) -> None:
     with (
         fleet_of(devices=4, checkpoints=Checkpoints(tmp_path)) as fleet,
-        pytest.raises(RuntimeError, match=r"in stage \d of 2"),
+        pytest.raises(RuntimeError, match=r"in stage \d of 4"),
     ):
         run(fleet, returns_at_an_error, ON_FOUR)
 
@@ -221,7 +220,7 @@ def test_what_fails_when_it_is_put_in_place_lets_go_of_the_others(fleet: Any) ->
     """Who does not let others go is ended, and another process takes its place."""
     before = run(fleet, tells_its_process, Leg((0, 1)))
     with pytest.raises(OwnError, match="too late"):
-        run(fleet, functools.partial(fails_in_place, options={"virtual_workers": 1}), Leg((0, 1)))
+        run(fleet, functools.partial(fails_in_place, options=FLUSHED), Leg((0, 1)))
     after = run(fleet, tells_its_process, Leg((0, 1)))
     assert after.user_attrs == before.user_attrs
 
@@ -250,7 +249,6 @@ def goes_its_own_way(trial: Any, *, options: dict[str, Any], rank: int | None, h
         (FLUSHED, 3, "breaks", ""),
         (SERVERS, 2, "is pruned", "was pruned"),
         (ALONE, 0, "returns", "returned"),
-        (REPLICAS, 2, "breaks", ""),
     ],
 )
 def test_a_rank_that_leaves_the_others_alone_is_told_of(

@@ -37,7 +37,7 @@ def connected(directory: Directory, room: int = 10) -> list[Edges]:
 
 @pytest.fixture
 def two_stages() -> Iterator[list[Edges]]:
-    on = Directory.of(((0, 1),), ((1,),), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=False)
+    on = Directory.of(((0, 1),), ((1,),), {"0": 1.0, "1": 1.0}, [0, 0])
     edges = connected(on)
     yield edges
     close(edges)
@@ -115,9 +115,7 @@ def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -
 
 
 def test_who_fails_at_the_very_end_does_not_keep_those_who_wait_for_all() -> None:
-    on = Directory.of(
-        ((0, 1, 2),), ((1, 2),), dict.fromkeys("012", 1.0), [0, 0, 0], has_servers=False
-    )
+    on = Directory.of(((0, 1, 2),), ((1, 2),), dict.fromkeys("012", 1.0), [0, 0, 0])
     edges = connected(on)
     edges[2].close(alone=True)
     close(edges[:2])  # the second has heard of it, the first has not
@@ -151,7 +149,7 @@ def test_who_can_not_give_what_it_holds_is_not_waited_for(
 
 
 def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=True)
+    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0])
     edges = connected(on)
     ends = threading.Thread(target=edges[1].close, kwargs={"alone": False})
     ends.start()
@@ -164,7 +162,7 @@ def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:
 
 
 def test_a_servers_error_is_told_by_the_stage_beside_it() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0], has_servers=True)
+    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0])
     edges = connected(on)
     edges[0].host(
         {

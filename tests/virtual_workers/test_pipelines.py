@@ -18,7 +18,7 @@ from torch import nn
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, load_best_model
 from tests.fleets import Leg, fleet_of, run, small_pipeline
-from tests.layer_clock import Taking, emulated
+from tests.layer_clock import emulated
 
 SIZE, BATCH = 41, 10
 
@@ -116,8 +116,8 @@ def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
 
 
-FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1, "virtual_workers": 1}
-DELAYED = {"in_flight": 3, "flush": False}
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1}
+DELAYED = {"in_flight": 3, "virtual_workers": 1, "clock_distance": 0}
 
 
 @pytest.mark.parametrize(
@@ -139,29 +139,6 @@ def test_results_do_not_depend_on_the_number_of_stages(
     assert result(moved) == result(alone)
     assert len(result(alone)["losses"]) == 15
     assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
-
-
-@pytest.mark.parametrize("build", [layers, tied_layers])
-def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
-    fleet: Any, build: Callable[[], nn.Sequential]
-) -> None:
-    objective = functools.partial(
-        trains,
-        options={"in_flight": 4, "max_grad_norm": 0.1},
-        make=torch.optim.AdamW,
-        build=lambda: build().append(Taking(0.03)),  # for which stages would wait
-        epochs=2,
-    )
-    alone, on_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
-    moved = run(fleet, objective, Leg((1, 2, 0), until_epoch=1), Leg((0, 1)))
-    layouts = [trial.user_attrs["layout"] for trial in (alone, on_three, moved)]
-    assert layouts == [[1, 1], [3, 1], [2, 1]]
-    expected = result(alone)
-    for trial in (on_three, moved):
-        found = result(trial)
-        assert found["noise"] == expected["noise"]
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
-        assert found["found"] == pytest.approx(expected["found"], rel=1e-12)
 
 
 def clamps_gradients(model: nn.Module) -> None:
@@ -335,7 +312,7 @@ def prepares_its_model(trial: Any) -> Any:
 def hooks_without_flushes(trial: Any) -> Any:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    return mse(trial, model, flush=False).step(torch.ones(2, 2), torch.ones(2, 2))
+    return mse(trial, model, clock_distance=0).step(torch.ones(2, 2), torch.ones(2, 2))
 
 
 def limits_norms(trial: Any, **options: Any) -> Any:
@@ -357,12 +334,10 @@ def steps_on_nothing(trial: Any) -> Any:
             "8 parameters that are not the model's",
         ),
         (lambda trial: mse(trial, layers(), in_flight=0), "`in_flight` is 0"),
-        (lambda trial: mse(trial, layers(), flush=False, max_grad_norm=1.0), "leave one of them"),
         (lambda trial: mse(trial, layers(), min_devices=9), "has 1: it must not be more"),
         (lambda trial: mse(trial, layers(), clock_distance=-1), "`clock_distance` is -1"),
         (lambda trial: mse(trial, layers(), virtual_workers=0), "`virtual_workers` is 0"),
-        (lambda trial: mse(trial, layers(), virtual_workers=5), "`in_flight` is 4"),
-        (lambda trial: mse(trial, layers(), flush=False, virtual_workers=2), "`clock_distance`"),
+        (lambda trial: mse(trial, layers(), virtual_workers=2), "say with `clock_distance` how"),
         (
             lambda trial: mse(trial, layers(), clock_distance=0, layout="PMP"),
             "`layout` is .PMP., but must be",
@@ -379,7 +354,6 @@ def steps_on_nothing(trial: Any) -> Any:
         (twice, "only once"),
         (prepares_its_model, "after trial.pipeline"),
         (hooks_without_flushes, "'0.weight' has a hook"),
-        (lambda trial: limits_norms(trial, virtual_workers=2), "`max_norm`, which writes"),
         (lambda trial: limits_norms(trial, clock_distance=0), "`max_norm`, which writes"),
         (steps_on_nothing, "must be a batch"),
     ],

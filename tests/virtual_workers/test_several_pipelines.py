@@ -71,30 +71,6 @@ def without_statistics() -> nn.Sequential:
     return model
 
 
-class Tokens(nn.Module):
-    """Of an image; their embeddings have sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5, sparse=True)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.embedding((images.flatten(1).abs() * 5).long() % 11)
-        return embedded.mean(1)
-
-
-def test_sparse_gradients_are_added_up_and_stay_sparse(fleet: Any) -> None:
-    objective = functools.partial(
-        trains,
-        options={"virtual_workers": 2},
-        build=lambda: nn.Sequential(Tokens()).double(),
-        make=lambda parameters: torch.optim.SparseAdam(parameters, lr=0.01),
-    )
-    alone, several = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((0, 1)))
-    assert several.user_attrs["layout"] == [2, 1]
-    assert result(several)[0] == pytest.approx(result(alone)[0], rel=1e-10)
-
-
 WAVES = {"in_flight": 3, "clock_distance": 0, "virtual_workers": 2}
 
 
