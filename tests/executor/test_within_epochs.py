@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from optuna_fleet import Checkpoints, SharedPipeline
 from optuna_fleet.sampler_bridge.records import flights_of
-from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data import shard_loader
+from optuna_fleet.trainer.saving import Saver
 from tests.fleets import Leg, Noise, ask_to_move, fleet_of, small_model
 
 SIZE, BATCH = 41, 4

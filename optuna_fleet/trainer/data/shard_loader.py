@@ -22,11 +22,11 @@ from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading, Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
-from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.leaving import Leaving
 from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.prepared import Prepared
+from optuna_fleet.trainer.randomness import seed_gpu
 from optuna_fleet.trainer.run_parts import Parts
-from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.wire.messages import Trained
@@ -80,7 +80,7 @@ class ShardLoader:
         parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
         prepared: Prepared,
-        within: WithinEpoch,
+        leaving: Leaving,
     ) -> None:
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(parts.run.measure, parts.device)
@@ -95,7 +95,7 @@ class ShardLoader:
         self._pipeline = pipeline
         self._prepared = prepared
         self._modules = prepared.modules
-        self._within = within
+        self._leaving = leaving
         self._reading = Reading(pipeline, parts.position) if pipeline else None
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
@@ -173,7 +173,7 @@ class ShardLoader:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check()
                 if one.can_leave:
-                    self._within.come_to(step, one.number)
+                    self._leaving.come_to(step, one.number)
                 self._session.begin_batch()
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()
@@ -209,12 +209,12 @@ class ShardLoader:
             self._session.remark(["unprepared"], _UNPREPARED)
         name = asked.name
         can_leave = movable and not self._gives_whole_batches
-        can_leave = self._within.begin_pass(movable=can_leave)
+        can_leave = self._leaving.begin_pass(movable=can_leave)
         self._reach(name, asked.batch_size, movable=can_leave)
         is_shuffled = self._pipeline.spec.dataset(name).shuffled
         self._check_order(name, is_shuffled)
         self._num_passes += 1
-        first, goes_on = self._within.first_step(movable=can_leave)
+        first, goes_on = self._prepared.kept.first_step() if can_leave else (0, False)
         if self._timed_pass is None and self._trains(is_shuffled):
             self._timed_pass = self._num_passes
             self.stopwatch.start()
@@ -226,7 +226,7 @@ class ShardLoader:
     def _close(self, one: _Pass) -> None:
         self._weights.close(one.number)
         if one.can_leave:
-            self._within.end_pass()
+            self._leaving.end_pass()
         if self._timed_pass == one.number:
             self._timed_pass = None
 
@@ -375,7 +375,7 @@ class ShardLoader:
         """An epoch without a training batch has a pace too: others wait for its rate."""
         now = time.perf_counter()
         seconds, self._epoch_began = now - self._epoch_began, now
-        if seconds >= _LONG_S and not self._within.is_movable and self._run.num_devices > 1:
+        if seconds >= _LONG_S and not self._leaving.is_movable and self._run.num_devices > 1:
             self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
         if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
             self.stopwatch.give_up()
