@@ -18,6 +18,7 @@ from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.trainer.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
@@ -95,7 +96,8 @@ class Training:
         self.saver = Saver(session, held.saver if held else None)
         self.leaving = Leaving(parts, self.kept, self.saver)
         self._prepared = Prepared(parts, self.kept)
-        self.loader = ShardLoader(parts, pipeline, self._prepared, self.leaving)
+        self._telling = Telling(parts, self._prepared, self.leaving)
+        self.loader = ShardLoader(parts, pipeline, self._prepared, self.leaving, self._telling)
         try:
             self._join(held.content if held else None)
         except BaseException:
@@ -135,8 +137,8 @@ class Training:
             leave_group()
         waited_s = self._pipeline.waited_s if self._pipeline else 0.0
         return Usage(
-            probing_s=self.loader.reached_after_s or 0.0,
-            profiling_s=self.loader.stopwatch.total_s,
+            probing_s=self._telling.reached_after_s or 0.0,
+            profiling_s=self._telling.stopwatch.total_s,
             data_wait_s=waited_s - self._waited_s,
         )
 
@@ -174,7 +176,7 @@ class Training:
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self.loader.need)
+        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self._telling.need)
         self.loader.give_whole_batches(is_whole=True)
         self.in_stages = pipeline
         self.kept.in_parts = pipeline.holding
@@ -214,7 +216,7 @@ class Training:
                     raise FleetConfigError(_NESTED)
                 if self.in_stages is not None:
                     self.in_stages.flush()
-                self.loader.end_epoch()
+                self._telling.end_epoch()
                 if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
         position.is_inside = False
