@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.weights import Share, Weights
-from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.trainer.training_state import Steps
 
 BATCH, RANKS = 64, 2
 WIDTHS = {64: 50, 512: 20, 2048: 3}

@@ -36,7 +36,7 @@ from optuna_fleet.events import (
     RunFailed,
     TrialProposed,
 )
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer import checkpoint
 from tests.behaviour.small import (
     Noise,
     evaluate,

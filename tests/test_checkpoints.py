@@ -29,7 +29,7 @@ from optuna_fleet.checkpoints.store import FolderLock
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer import checkpoint
 from tests.fleets import Leg, fleet_of, small_model, train, write_checkpoint
 
 

@@ -54,8 +54,8 @@ def load_best_model(
         CheckpointError: The checkpoint is damaged, or of another trial.
         RuntimeError: The weights do not fit the module (raised by torch).
     """
-    from optuna_fleet.trainer.checkpoints import checkpoint
-    from optuna_fleet.trainer.checkpoints.states import load_state
+    from optuna_fleet.trainer import checkpoint
+    from optuna_fleet.trainer.states import load_state
 
     check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     check_number("trial", trial, whole=True, optional=True)

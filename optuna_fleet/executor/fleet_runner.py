@@ -187,7 +187,7 @@ def _packed(func: Any, study: Any) -> bytes:
 def _uses_torch(func: Any, pickled: bytes) -> bool:
     """Whether to import torch once for all trainers.
 
-    A wrong guess costs the time of an import, and changes nothing: see `trainer.torch_import`.
+    A wrong guess costs the time of an import, and changes nothing: see `trainer.objective`.
     """
     by_reference = getattr(func, "__module__", "__main__") != "__main__"
     return b"torch" in pickled or (by_reference and "torch" in sys.modules)

@@ -88,7 +88,3 @@ class RehearsedSession(Session):
                 self._notes.refused = self._notes.refused or "it refuses to be moved"
             case CheckpointFailed():
                 self._notes.refused = self._notes.refused or message.problem
-
-    def send_aside(self, message: Any) -> None:
-        """See `Session`."""
-        self.send(message)

@@ -24,13 +24,13 @@ from optuna_fleet.preflight.recorder import Recorder
 from optuna_fleet.preflight.rehearsals import ENVIRONMENT
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death, die_with
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured
-from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
-from optuna_fleet.trainer.moves.leaving import Held
+from optuna_fleet.trainer.leaving import Held
 from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.prepared import OPTIONS
-from optuna_fleet.trainer.seeding import seed_run, seed_torch
+from optuna_fleet.trainer.randomness import seed_run, seed_torch
+from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.training import Training
 from optuna_fleet.trainer.trial import FleetTrial

@@ -39,35 +39,22 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _leaving: list[threading.Thread] = []
 
-# Before torch 2.7 a group ends when its last reference does: it then waits for its threads and
-# keeps the interpreter's lock, which one of them may still want. By the time that the next group
-# is left it does not, unless ranks went different ways.
-CAN_SHUT_DOWN = hasattr(dist.ProcessGroup, "shutdown")
-_kept: list[dist.ProcessGroup] = []
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """A process's place in the group of one trial.
-
-    Attributes:
-        prefix: Prefix of the group's keys in the store; never used twice on one store.
-        store_host: Host of the ``TCPStore``; unused for a group of one.
-        store_port: Port of the ``TCPStore``; may be None for a group of one.
-    """
+    """A process's place in the group of one trial."""
 
     rank: int
     world_size: int
-    prefix: str
-    store_host: str
+    prefix: str  # of the group's keys in the store; never used twice on one
+    store_host: str  # of the ``TCPStore``, which a group of one has none of
     store_port: int | None
 
 
 def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
     """Start a store that processes can meet at; it is served as long as it is referenced.
 
-    Args:
-        host: Address to listen on, and no other (a bare ``TCPStore`` listens on every interface).
+    It listens on `host` only; a bare ``TCPStore`` does on every interface.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -86,19 +73,15 @@ def store_on(listener: socket.socket) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=False,  # that of older versions of torch (2.5) takes no socket
     )
 
 
 def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
     """Make the group of `spec` this process's default group.
 
-    Args:
-        spec: This process's place; a group of one touches no network, and one that is there
-            already is kept, with all that was made of it, as Optuna alone would keep it from
-            trial to trial.
-        backend: "gloo", or that of an accelerator.
-        timeout_s: Limit for the peers to arrive, and for each collective afterwards.
+    A group of one touches no network, and one that is there already is kept, with all that was
+    made of it, as Optuna alone would keep it from trial to trial. The limit is one for the peers
+    to arrive, and for each collective afterwards.
 
     Raises:
         TrainerLostError: If a peer or the store can't be reached in time; no group is left behind.
@@ -164,7 +147,9 @@ def leave_group() -> None:
             dist.destroy_process_group()
         except Exception:
             _logger.debug("The process group could not be shut down: forget it.", exc_info=True)
-            _abort_group()
+            with suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+            _forget_group()
     if ignite := sys.modules.get("ignite.distributed"):  # or it would go by the old group's size
         ignite.sync()
 
@@ -172,9 +157,9 @@ def leave_group() -> None:
 def can_leave_alone(device_type: str) -> bool:
     """Whether the default group can be left while its other ranks are in a collective.
 
-    The end of an accelerator's, abrupt or not, waits for that, and before torch 2.7 gloo's does.
+    The end of an accelerator's, abrupt or not, waits for that.
     """
-    return group_size() == 1 or (device_type == "cpu" and CAN_SHUT_DOWN)
+    return group_size() == 1 or device_type == "cpu"
 
 
 def _leave_aside() -> None:
@@ -184,10 +169,7 @@ def _leave_aside() -> None:
     collectives that have begun: if the ranks went different ways, until these time out. Nobody who
     comes next waits for that.
     """
-    global _kept
     groups = list(dist.distributed_c10d._world.pg_names)
-    if not CAN_SHUT_DOWN:
-        groups, _kept = _kept, groups
     _forget_group()
     _leaving[:] = [thread for thread in _leaving if thread.is_alive()]
     thread = threading.Thread(
@@ -228,10 +210,7 @@ def group_size() -> int:
 def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
     """Another group of some ranks, by default all, without a time limit; all must call it.
 
-    Who is lost closes its connections; who hangs is seen by others.
-
-    Returns:
-        None on ranks that are not in it.
+    Who is lost closes its connections; who hangs is seen by others. None on ranks outside of it.
     """
     chosen = None if ranks is None else list(ranks)
     group = dist.new_group(chosen, timeout=timedelta(days=365), backend="gloo")
@@ -279,16 +258,6 @@ def _choose_interface(spec: GroupSpec) -> None:
     elif _chose_interface:  # our own choice for an earlier group would cut this one off
         os.environ.pop(_GLOO_INTERFACE, None)
         _chose_interface = False
-
-
-def _abort_group() -> None:
-    """Drop a group that can't be shut down, to make room for the next."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None:
-        with suppress(Exception):
-            abort()
-    if dist.is_initialized():
-        _forget_group()
 
 
 def _forget_group() -> None:

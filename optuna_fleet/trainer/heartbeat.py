@@ -68,7 +68,7 @@ def _send(session: Session, interval_s: float, main: int, over: threading.Event)
             phase=phase,
         )
         try:
-            session.send_aside(heartbeat)
+            session.send(heartbeat)
         except DriverGoneError:
             return
 

@@ -29,11 +29,10 @@ from optuna_fleet.resources import Device
 from optuna_fleet.trainer.device_state import ailment_of, clean_up, forget_compiled, gpu_works
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.link import Inbox
-from optuna_fleet.trainer.objective import LoadedObjective
+from optuna_fleet.trainer.objective import LoadedObjective, once_torch_is_imported
+from optuna_fleet.trainer.randomness import seed_run, seed_torch
 from optuna_fleet.trainer.remote import Remote
-from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, no_driver
-from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
@@ -48,7 +47,7 @@ from optuna_fleet.wire.packing import pack, pack_error, plain
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
-    from optuna_fleet.trainer.moves.leaving import Held
+    from optuna_fleet.trainer.leaving import Held
     from optuna_fleet.trainer.training import Training
 
 

@@ -29,17 +29,18 @@ class Prepared:
 
     Attributes:
         modules: Those of the objects that are modules.
+        kept: Has what is kept of them.
     """
 
-    def __init__(self, parts: Parts, state: TrainingState) -> None:
+    def __init__(self, parts: Parts, kept: TrainingState) -> None:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
-        self._state = state
+        self.kept = kept
         self._kind: str | None = None  # as the user calls it
 
     def traits(self, reads: str) -> frozenset[str]:
         """Of a trial that `reads` its batches so, see `Model`; none where it is not checked."""
-        if self._parts.widths.bounds.min_devices > 1 or self._state.in_parts is not None:
+        if self._parts.widths.bounds.min_devices > 1 or self.kept.in_parts is not None:
             return frozenset()
         if self._kind is not None:
             return frozenset({f"of the kind {self._kind}"})
@@ -49,7 +50,7 @@ class Prepared:
         return frozenset(
             {
                 reads,
-                *(f"{type(x).__module__}.{type(x).__qualname__}" for x in self._state.objects),
+                *(f"{type(x).__module__}.{type(x).__qualname__}" for x in self.kept.objects),
                 *(f"{type(part).__module__}.{type(part).__qualname__}" for part in parts),
                 *(str(tensor.dtype) for tensor in tensors),
                 *(f"{name}={choice}" for name, choice in choices),
@@ -59,12 +60,7 @@ class Prepared:
     def add(
         self, objects: Sequence[Any], named: Mapping[str, Any], kind: str | None = None
     ) -> None:
-        """Take more of them.
-
-        Args:
-            objects: They.
-            named: More of them, as the user calls them.
-            kind: Of trials that are alike, as the user calls it.
+        """Take more of them, some as the user calls them.
 
         Raises:
             FleetConfigError: One has no state that can be saved, or is lazy, or a wrapper that
@@ -81,7 +77,7 @@ class Prepared:
                 thing.to(self._parts.device)
         for thing, name in zip(objects, called, strict=True):
             self._check(thing, name)
-            is_restored = self._state.add(thing, name)
+            is_restored = self.kept.add(thing, name)
             if isinstance(thing, torch.nn.Module):
                 self._add_module(thing, is_same=is_restored)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from optuna_fleet.events import Ending
-from optuna_fleet.trainer.link import Inbox
-from optuna_fleet.trainer.moves.stop_line import StopLine
-from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.wire.calls import Call, RankCall, Reply, Report, ShouldPrune
+from optuna_fleet.trainer.link import Inbox, StopLine
+from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import Ended, Progress, Remark, RunTrial
 from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
@@ -34,6 +33,45 @@ class DriverGoneError(BaseException):
 def no_driver() -> NoReturn:
     """What makes connections to the driver where there is none."""
     raise ConnectionRefusedError("this process has no driver to connect to")
+
+
+class Reports:
+    """The values of one trial: the first of each step, as the study keeps them.
+
+    They are those that led to where the trial is now. The study may know more: a trial that lost
+    its devices repeats epochs.
+
+    Attributes:
+        values: By step, in order of report.
+        best: The best of them in the study's direction, which NaN never is; None for none.
+    """
+
+    def __init__(self, maximize: bool | None) -> None:
+        self.values: dict[int, float] = {}
+        self.best: float | None = None
+        self._sign = 1.0 if maximize else -1.0
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of them, as `optuna.trial.FrozenTrial.last_step`."""
+        return max(self.values, default=None)
+
+    def add(self, value: float, step: int) -> bool:
+        """Note what was reported; return whether it is the best so far."""
+        if step in self.values:
+            return False
+        self.values[step] = value
+        best = self.best
+        if math.isnan(value) or (best is not None and self._sign * value <= self._sign * best):
+            return False
+        self.best = value
+        return True
+
+    def begin_with(self, history: Mapping[int, float]) -> None:
+        """Put what was reported up to a checkpoint before what was reported in this run."""
+        own, self.values, self.best = self.values, {}, None
+        for step, value in [*history.items(), *own.items()]:
+            self.add(value, step)
 
 
 class Collectives:
@@ -65,9 +103,12 @@ class Session:
     exception.
 
     Attributes:
-        run: The run under way.
         device: What the driver calls this process's device.
-        collectives: Those that this rank has begun.
+        dial: Makes further connections to the driver.
+        reports: What the trial has reported so far, wherever it flew.
+        parameters: What was suggested in this run, but for objects.
+        choices: Which of the choices were suggested, objects too, in words.
+        is_waiting: For the driver's answer.
     """
 
     def __init__(
@@ -83,12 +124,12 @@ class Session:
         self.stop_line = StopLine() if inbox is None else inbox.stop_line(run.run_id)
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
-        self.parameters: dict[str, Any] = {}  # suggested in this run, but for objects
-        self.choices: dict[str, str] = {}  # of these, and of objects their positions
-        self._num_batches = 0
+        self.parameters: dict[str, Any] = {}
+        self.choices: dict[str, str] = {}
         self.collectives = Collectives()
-        self._epoch = 0
         self.is_waiting = False
+        self._num_batches = 0
+        self._epoch = 0
         self._thread = threading.get_ident()
         self._is_ordered = True
         self._left_at: Progress | None = None
@@ -99,6 +140,8 @@ class Session:
         self._unwinding: type[Yielded | DriverGoneError] | None = None
         # Callbacks of training frameworks may report from threads of their own.
         self._lock = threading.RLock()
+
+    # -- how far it is ----------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -130,11 +173,7 @@ class Session:
         self._num_batches += 1
 
     def leave(self, way_out: str = "") -> None:
-        """The objective has ended; what is still called is no progress of it.
-
-        Args:
-            way_out: See `Progress`.
-        """
+        """The objective has ended by that `Progress.way_out`; what it still calls is none."""
         self._left_at = replace(self.progress, way_out=way_out)
 
     def ended(self, ending: Ending, **fields: Any) -> Ended:
@@ -161,6 +200,8 @@ class Session:
         if self._unwinding is not None:
             raise self._unwinding
 
+    # -- what it asks and tells -------------------------------------------------------------------
+
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``target.name(*args, **kwargs)`` in the driver and return its result on every rank.
 
@@ -180,11 +221,9 @@ class Session:
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
         """Like `call` for what returns nothing: rank 0's arguments count, others don't wait."""
-        if self.run.rank == 0:
-            self.call(target, name, *args, **kwargs)
-        else:
-            arguments = pack((args, kwargs))
-            self.ask(Call, target=target, name=name, arguments=arguments, is_awaited=False)
+        arguments = pack((args, kwargs))
+        is_awaited = self.run.rank == 0
+        self.ask(Call, target=target, name=name, arguments=arguments, is_awaited=is_awaited)
 
     def count(self) -> None:
         """A call that nobody has to carry out: all ranks come by here, none without the others."""
@@ -192,16 +231,13 @@ class Session:
             self._index += 1
             self._passed = self._index, self.collectives.number  # at once, as progress is read
 
-    def report(self, value: float, step: int) -> None:
-        """Report a value, and wait for the answer now and then only."""
+    def report(self, value: float, step: int) -> bool:
+        """Report a value, and wait for the answer now and then only; whether it is the best."""
         with self._lock:
             self._num_unanswered += 1
             is_awaited = self._num_unanswered == _MOST_UNANSWERED
             self.ask(Report, value=value, step=step, is_awaited=is_awaited)
-
-    def should_prune(self) -> bool:
-        """Ask the pruner."""
-        return self.ask(ShouldPrune, last_step=self.reports.last_step)  # type: ignore[no-any-return]
+            return self.reports.add(value, step)
 
     def remark(self, keys: Iterable[str], text: str) -> None:
         """Tell the user, unless this sweep has told of all `keys`; rank 0's word counts.
@@ -216,26 +252,16 @@ class Session:
         self.remark((), text)
 
     def send(self, message: Any) -> None:
-        """Send a message that needs no answer."""
-        with self._lock:
-            assert self._inbox is not None
+        """Send a message that needs no answer, from any thread; none waits for an answer's.
+
+        Raises:
+            DriverGoneError: The control channel broke, which unwinds the objective too.
+        """
+        if self._inbox is not None:
             try:
                 self._inbox.send(message)
             except OSError:
                 self.unwind(DriverGoneError)
-
-    def send_aside(self, message: Any) -> None:
-        """`send` from another thread, which need not wait until a call is answered.
-
-        Raises:
-            DriverGoneError: The control channel broke.
-        """
-        if self._inbox is None:
-            return
-        try:
-            self._inbox.send(message)
-        except OSError as error:
-            raise DriverGoneError from error
 
     def ask(self, kind: type[RankCall], **fields: Any) -> Any:
         """Make a call of this kind in all ranks' name, and return its answer if it is awaited.
@@ -246,26 +272,20 @@ class Session:
         self.check()
         self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
         with self._lock:
-            call = kind(run_id=self.run.run_id, index=self._index, rank=self.run.rank, **fields)
-            reply = self._exchanged(call)
-        if reply is None:
-            return None
+            index = self._index
+            call = kind(run_id=self.run.run_id, index=index, rank=self.run.rank, **fields)
+            self._index += 1
+            self.send(call)
+            if not call.is_awaited:
+                return None
+            self.is_waiting = True
+            reply = self._reply_to(index)
+            self.is_waiting, self._num_unanswered = False, 0
         if reply.error is not None:
             raise unpack_error(reply.error)
         return unpack(reply.value)
 
-    def _exchanged(self, call: RankCall) -> Reply | None:
-        """Send a call, and wait for its answer if it is awaited."""
-        self._index += 1
-        self.send(call)
-        if not call.is_awaited:
-            return None
-        self.is_waiting = True
-        reply = self._await_reply(call.index)
-        self.is_waiting, self._num_unanswered = False, 0
-        return reply
-
-    def _await_reply(self, index: int) -> Reply:
+    def _reply_to(self, index: int) -> Reply:
         assert self._inbox is not None
         while True:
             if (reply := self._inbox.next_reply()) is None:

@@ -15,22 +15,21 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline_client import InlineClient
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured, unpacked
-from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
-from optuna_fleet.trainer.moves.leaving import Held, Leaving
-from optuna_fleet.trainer.moves.totals import Totals
-from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.leaving import Held, Leaving
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.trainer.totals import Totals
 from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.trainer.widths import Bounds, Widths
 from optuna_fleet.virtual_workers import Pipeline
@@ -47,23 +46,12 @@ _NESTED = (
 class Training:
     """One rank's part in a run: its prepared objects, its place in the epochs, its data.
 
-    Joins the trial's process group, so every rank of a trial must make one.
-
-    Args:
-        session: Of the run.
-        pipeline: Its data, if there are any.
-        kind: Of its device.
-        held: What an earlier run of the trial has left in this process, if this one goes on with
-            that.
+    Joins the trial's process group, so every rank of a trial must make one. It goes on with what
+    an earlier run of the trial has left in this process, if that is `held`.
 
     Attributes:
-        objects: What was prepared so far.
-        state: See `FleetTrial.state`.
-        totals: See `FleetTrial.totals`.
-        weights: What batches weigh.
-        optimizer_steps: What is done with them.
-        saver: Writes checkpoints.
         kept: What is kept of the trial.
+        saver: Writes checkpoints.
         leaving: Saves the trial, and leaves its devices.
         loader: Its data.
         in_stages: Its pipeline, if any.
@@ -92,18 +80,6 @@ class Training:
         self.totals = Totals(self.weights, self.device, self._gather)
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)
-        self.optimizer_steps = Steps(self.objects, session.warn, self._reducer)
-        self.kept = TrainingState(
-            session,
-            objects=self.objects,
-            user=self.state,
-            position=self._position,
-            totals=self.totals,
-            steps=self.optimizer_steps,
-            net=self._net,
-        )
-        self.saver = Saver(session, held.saver if held else None)
-        self.leaving = Leaving(session, self.kept, self.saver)
         self._parts = parts = Parts(
             session=session,
             device=self.device,
@@ -113,10 +89,15 @@ class Training:
             reducer=self._reducer,
             net=self._net,
             totals=self.totals,
+            objects=self.objects,
+            user=self.state,
         )
+        self.kept = TrainingState(parts)
+        self.saver = Saver(session, held.saver if held else None)
+        self.leaving = Leaving(parts, self.kept, self.saver)
         self._prepared = Prepared(parts, self.kept)
-        self._within = WithinEpoch(parts, self.kept, self.leaving)
-        self.loader = ShardLoader(parts, pipeline, self._prepared, self._within)
+        self._telling = Telling(parts, self._prepared, self.leaving)
+        self.loader = ShardLoader(parts, pipeline, self._prepared, self.leaving, self._telling)
         try:
             self._join(held.content if held else None)
         except BaseException:
@@ -126,9 +107,7 @@ class Training:
     def _join(self, held: Captured | None) -> None:
         """Join the other ranks, with what the trial goes on with: rank 0 has that."""
         if self._run.rank == 0 and self._run.resumes and held is None:
-            held, problems = self.saver.newest()  # may fail, so before anybody waits for it
-            for problem in problems:
-                self._session.warn(problem)
+            held = self.saver.newest()  # may fail, so before anybody waits for it
         join_group_of(self._run, self.device.type)
         if not self._run.resumes:
             return
@@ -144,8 +123,7 @@ class Training:
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
 
-        Args:
-            alone: The other ranks may not be at their end.
+        If it ends `alone`, the other ranks may not be at their end.
         """
         alone = alone or self.is_broken
         if self.in_stages is not None:
@@ -157,22 +135,18 @@ class Training:
         self.is_stuck = alone and not can_leave_alone(self.device.type)
         if not self.is_stuck:
             leave_group()
-        return self._usage()
+        waited_s = self._pipeline.waited_s if self._pipeline else 0.0
+        return Usage(
+            probing_s=self._telling.reached_after_s or 0.0,
+            profiling_s=self._telling.stopwatch.total_s,
+            data_wait_s=waited_s - self._waited_s,
+        )
 
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
-        self.optimizer_steps.close()
+        self.kept.steps.close()
         self._reducer.close()
         batchnorm.end()
-
-    def _usage(self) -> Usage:
-        """Where the time went in this run."""
-        waited_s = self._pipeline.waited_s if self._pipeline else 0.0
-        return Usage(
-            probing_s=self.loader.reached_after_s or 0.0,
-            profiling_s=self.loader.stopwatch.total_s,
-            data_wait_s=waited_s - self._waited_s,
-        )
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -202,7 +176,7 @@ class Training:
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
             )
-        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self.loader.need)
+        pipeline = Pipeline(model, optimizer, loss, options, self._parts, self._telling.need)
         self.loader.give_whole_batches(is_whole=True)
         self.in_stages = pipeline
         self.kept.in_parts = pipeline.holding
@@ -235,14 +209,14 @@ class Training:
             for epoch in range(first, num_epochs):
                 position.epoch = epoch
                 self._session.begin_epoch(epoch)
-                self._within.begin_epoch()
+                self.leaving.begin_epoch()
                 self._reducer.begin_epoch()
                 yield epoch
                 if position.loop != loop:
                     raise FleetConfigError(_NESTED)
                 if self.in_stages is not None:
                     self.in_stages.flush()
-                self.loader.end_epoch()
+                self._telling.end_epoch()
                 if epoch + 1 == num_epochs or not self._goes_on_after(epoch):
                     break
         position.is_inside = False

@@ -7,17 +7,22 @@ That is what was prepared and what its ``state_dict`` leaves out, ``trial.state`
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, captured
-from optuna_fleet.trainer.checkpoints.states import (
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
+from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.randomness import rng_state
+from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.states import (
     add_groups,
     load_state,
     names_in,
@@ -27,13 +32,6 @@ from optuna_fleet.trainer.checkpoints.states import (
     state_of,
     uncompiled,
 )
-from optuna_fleet.trainer.data.reading import EpochPosition
-from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.trainer.gradients.replicas import Net
-from optuna_fleet.trainer.moves.totals import Totals
-from optuna_fleet.trainer.randomness import rng_state
-from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.steps import Steps
 
 
 class InParts(Protocol):
@@ -46,41 +44,45 @@ class InParts(Protocol):
         """Forget what the others hold."""
 
 
+class Steps:
+    """Sees whether gradients wait for the step of some optimizer, and must be kept."""
+
+    def __init__(self, objects: Sequence[Any], reducer: Reducer) -> None:
+        self._objects = objects  # what was prepared so far
+        self._reducer = reducer  # counts backward passes
+        self._stepped: dict[int, int] = {}  # after how many of them, by optimizer
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def close(self) -> None:
+        """Look no more; the hook would keep the trial's memory."""
+        self._handle.remove()
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether one is awaited."""
+        optimizers = [id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)]
+        return any(self._stepped.get(o) != self._reducer.num_passes for o in optimizers)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped[id(optimizer)] = self._reducer.num_passes
+
+
 class TrainingState:
     """Of one rank.
 
     Attributes:
+        objects: What was prepared so far.
         in_parts: The model, the first of the objects, and its optimizer, if they are in stages.
-
-    Args:
-        session: Has what was reported and suggested.
-        objects: What was prepared so far; grows while the objective runs.
-        user: ``trial.state``.
-        position: Where the objective is in its epochs.
-        totals: Sums over the epoch.
-        steps: Tells whether gradients wait for one.
-        net: Watches that the ranks stay the same.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        objects: list[Any],
-        user: dict[str, Any],
-        position: EpochPosition,
-        totals: Totals,
-        steps: Steps,
-        net: Net,
-    ) -> None:
-        self.objects = objects
-        self.user = user
+    def __init__(self, parts: Parts) -> None:
+        self.objects = parts.objects
         self.in_parts: InParts | None = None
-        self._session = session
-        self._position = position
-        self._totals = totals
-        self._steps = steps
-        self._net = net
+        self._parts = parts
+        self._session = parts.session
+        self._position = parts.position
+        self._user = parts.user
+        self.steps = Steps(parts.objects, parts.reducer)
         self._called: list[str] = []
         self._names: list[frozenset[str]] = []  # in modules, where the loop began
         self._saved: Checkpoint | None = None
@@ -111,24 +113,21 @@ class TrainingState:
             self.in_parts.release()
 
     def meet(self, step: int | None) -> list[dict[str, Any]]:
-        """Called on all ranks where they stop, before that step of the epoch's first pass.
+        """Called on all ranks where they stop, before a step of the first pass or at the end.
 
-        Or at the epoch's end (None). Returns of each its random generators, and what it has added
-        to ``trial.totals``.
+        Returns of each its random generators, and what it has added to ``trial.totals``.
 
         Raises:
             TrialError: They have come apart.
         """
-        self._net.check()
-        totals = {} if step is None else self._totals.own
+        self._parts.net.check()
+        totals = {} if step is None else self._parts.totals.own
         return collectives.gather({"rng": rng_state(), "totals": totals})
 
     def capture(self, step: int | None, ranks: list[dict[str, Any]]) -> Captured:
         """Capture the trial where its `ranks` have met, while `gathered`; on rank 0.
 
-        Raises:
-            FleetConfigError: It can't be kept.
-            CheckpointError: Likewise.
+        It raises as `captured` does.
         """
         self._check_names()
         return captured(
@@ -148,11 +147,11 @@ class TrainingState:
         return Checkpoint(
             loop=self._position.loop,
             objects=[state_of(thing) for thing in self.objects],
-            state=self.user,
+            state=self._user,
             history=dict(self._session.reports.values),
             modules=[i for i, thing in enumerate(self.objects) if self._is_module(i, thing)],
             names=self._called,
-            remainder=remainder_of(self.objects, with_gradients=self._steps.are_pending),
+            remainder=remainder_of(self.objects, with_gradients=self.steps.are_pending),
             parameters=dict(self._session.parameters),
             **where,
         )
@@ -183,16 +182,11 @@ class TrainingState:
     def go_on_with(self, saved: Checkpoint, device: torch.device) -> None:
         """The objective begins anew, to go on from there."""
         self._saved = saved = checkpoint.placed(saved, device)
-        self.user.update(copy.deepcopy(saved.state))
+        self._user.update(copy.deepcopy(saved.state))
         self._session.reports.begin_with(saved.history)
 
     def add(self, thing: Any, name: str = "") -> bool:
-        """An object was prepared; return whether it was restored, as on all ranks.
-
-        Args:
-            thing: It.
-            name: What the user calls it, if he does.
-        """
+        """An object was prepared, by that name if it has one; whether it was restored, on all."""
         self.objects.append(thing)
         with uncompiled(thing) as own:
             self._called.append(name or type(own).__name__)
@@ -240,14 +234,13 @@ class TrainingState:
     def _restore_for_epoch(self, saved: Checkpoint) -> None:
         for position, thing in enumerate(self.objects[: len(saved.objects)]):
             self._restore(thing, position, saved)
-        restore_into(self.user, copy.deepcopy(saved.state), self.objects)
+        restore_into(self._user, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
 
     def first_step(self) -> tuple[int, bool]:
         """The epoch's first pass begins, which can be left in its midst.
 
-        Returns:
-            The step to begin with, and whether that goes on on as many devices.
+        Returns the step to begin with, and whether that goes on on as many devices.
         """
         saved, run = self._saved, self._session.run
         if saved is None or saved.step is None or self._is_restored:
@@ -255,7 +248,7 @@ class TrainingState:
         if (self._position.loop, self._position.epoch) != (saved.loop, saved.epoch):
             return 0, False
         self._restore_all(saved)
-        self._totals.begin(saved.totals, run.rank, run.world_size)
+        self._parts.totals.begin(saved.totals, run.rank, run.world_size)
         return saved.step, saved.step > 0 and len(saved.rng) == run.world_size
 
     def _restore_all(self, saved: Checkpoint) -> None:
@@ -265,7 +258,7 @@ class TrainingState:
                 add_groups(thing, saved.remainder[position], self.objects)
             load_state(thing, _kept(thing, saved.objects[position]))
             restore_remainder(thing, saved.remainder[position])
-        restore_into(self.user, copy.deepcopy(saved.state), self.objects)
+        restore_into(self._user, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
         # Its memory is needed.
         nothing = [dict[str, Any]() for _ in saved.objects]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.deciding.convergence import Convergence
-from optuna_fleet.trainer.remote_trial import RemoteTrial
-from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.trainer.session import Session
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.trainer.remote import RemoteTrial
+from optuna_fleet.trainer.session import Reports, Session
+from optuna_fleet.wire.packing import plain
 
 if TYPE_CHECKING:
     import torch
 
     from optuna_fleet.trainer.data.reading import Shards
     from optuna_fleet.trainer.gradients.weights import Share
-    from optuna_fleet.trainer.moves.totals import Totals
+    from optuna_fleet.trainer.totals import Totals
     from optuna_fleet.trainer.training import Training
     from optuna_fleet.virtual_workers import Pipeline
 
@@ -138,7 +140,14 @@ class FleetTrial(RemoteTrial):
             NotImplementedError: The study has several objectives, where Optuna takes no reports.
         """
         criterion = Convergence(patience=patience, min_improvement=min_improvement)
-        return self._reports("should_stop").have_converged(criterion)
+        reports = self._reports("should_stop")
+        if not reports.values:
+            raise TrialError(
+                "trial.should_stop() was called before anything was reported: call "
+                "trial.report(value, step) first."
+            )
+        maximize = bool(self._session.run.maximize)
+        return criterion.is_reached(list(reports.values.values()), maximize=maximize)
 
     def _reports(self, asked_by: str) -> Reports:
         run = self._session.run
@@ -158,8 +167,9 @@ class FleetTrial(RemoteTrial):
         """
         if self._session.run.world_size > 1:
             self._training.check_ranks()
-        is_best = self._add_report(value, step)
-        if is_best and self._opened is not None:
+        num_objectives = 2 if self._session.run.maximize is None else 1
+        value, step = compat.checked_report(plain(value), step, num_objectives=num_objectives)
+        if self._session.report(value, step) and self._opened is not None:
             self._opened.leaving.keep_best()
 
     def prepare(
@@ -339,7 +349,7 @@ class FleetTrial(RemoteTrial):
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the step of some optimizer; a checkpoint then has them."""
-        return self._training.optimizer_steps.are_pending
+        return self._training.kept.steps.are_pending
 
     @property
     def batch_share(self) -> Share:

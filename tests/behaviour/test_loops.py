@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.behaviour.small import evaluate, num_wrong, small_model, train_epoch
+from tests.behaviour.small import num_wrong, small_model, train_epoch
 
 
 def prepared(trial: Any, *more: Any) -> Any:
@@ -84,16 +84,6 @@ def test_each_sample_is_evaluated_once(lab: Any, objective: Any) -> None:
 
 
 # -- loops of their own, and evaluations ----------------------------------------------------------
-
-
-def evaluates_first(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    evaluate(trial, model, num_wrong)
-    losses: list[float] = []
-    for _ in trial.epochs(2):
-        train_epoch(trial, model, optimizer, losses, batch_size=10)
-    trial.set_user_attr("seen", losses)
-    return 0.0
 
 
 def loops_by_itself(trial: Any) -> float:
@@ -318,86 +308,6 @@ def masks_most_samples(trial: Any) -> float:
 @pytest.mark.parametrize("objective", [weighs_classes, masks_most_samples])
 def test_a_weighted_mean_is_exact(lab: Any, objective: Any) -> None:
     lab.same(objective, [3])
-
-
-# -- what was not prepared ------------------------------------------------------------------------
-
-
-def forgets_the_optimizer(trial: Any) -> float:
-    model = trial.prepare(small_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses: list[float] = []
-    for _ in trial.epochs(2):
-        train_epoch(trial, model, optimizer, losses, batch_size=10)
-    trial.set_user_attr("seen", losses)
-    return 0.0
-
-
-def trains_a_bare_parameter(trial: Any) -> float:
-    model, _ = prepared(trial)
-    bare = nn.Parameter(torch.zeros(()))
-    optimizer = trial.prepare(torch.optim.SGD([*model.parameters(), bare], lr=0.05))
-    for images, labels in trial.batches("train_odd", batch_size=10):
-        optimizer.zero_grad()
-        F.cross_entropy(model(images) * bare, labels).backward()
-        optimizer.step()
-    trial.set_user_attr("seen", 0)
-    return 0.0
-
-
-class Lookahead:
-    """Steps another optimizer, and saves its state."""
-
-    def __init__(self, inner: torch.optim.Optimizer, *, saves: bool = True) -> None:
-        self.inner = inner
-        self.saves = saves
-
-    def step(self) -> None:
-        self.inner.step()
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"k": 5, "base": self.inner.state_dict()} if self.saves else {"k": 5}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.saves:
-            self.inner.load_state_dict(state["base"])
-
-
-def steps_by_a_wrapper(trial: Any, *, saves: bool = True) -> float:
-    model = small_model()
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), saves=saves)
-    trial.prepare(model, optimizer)
-    for images, labels in trial.batches("train_odd", batch_size=10):
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    trial.set_user_attr("seen", 0)
-    return 0.0
-
-
-def steps_by_a_forgetful_wrapper(trial: Any) -> float:
-    return steps_by_a_wrapper(trial, saves=False)
-
-
-@pytest.mark.parametrize(
-    ("objective", "said"),
-    [
-        (forgets_the_optimizer, ["(SGD) that was not given to trial.prepare()"]),
-        (trains_a_bare_parameter, ["trains 1 parameters (SGD) of no module"]),
-        (evaluates_first, []),
-        (steps_by_a_wrapper, []),
-        (steps_by_a_forgetful_wrapper, ["(SGD) that was not given to trial.prepare()"]),
-    ],
-)
-def test_what_trains_but_was_not_prepared_is_told_once(
-    lab: Any, objective: Any, said: list[str]
-) -> None:
-    told = [line for line in lab.fly(objective, [3]).told.splitlines() if "prepare" in line]
-    assert len(told) == len(said)
-    assert all(text in line for text, line in zip(said, told, strict=True))
 
 
 # -- ranks that come apart ------------------------------------------------------------------------

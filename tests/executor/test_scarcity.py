@@ -24,10 +24,10 @@ from optuna_fleet.executor.cluster.agent import agent
 from optuna_fleet.executor.cluster.agent.kept import Kept
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured
-from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.main import Trainer
+from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import KillTrainer, OpenStore, Quit

@@ -15,8 +15,8 @@ import torch
 
 from optuna_fleet import Checkpoints, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from tests.fleets import fleet_of, small_model, train
 
@@ -42,9 +42,8 @@ def write_late(run: Any) -> None:
         loop=1, epoch=3, objects=[nothing], state={}, rng=[], history={0: 0.0}, modules=[0]
     )
     copy = checkpoint.captured(content)
-    saver._save(copy, copy.position, "")
-    saver._save(copy, copy.position, "best")
-    saver._save(copy, (), "final")
+    for position, kind in ((copy.position, ""), (copy.position, "best"), ((), "final")):
+        saver._files.write(position, kind, copy)
 
 
 class Stale:

@@ -28,8 +28,8 @@ from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.fleet import transfer_server
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured, Checkpoint, captured
-from optuna_fleet.trainer.checkpoints.saving import RunFiles
+from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
+from optuna_fleet.trainer.saving import RunFiles
 from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from optuna_fleet import Checkpoints, SharedPipeline
 from optuna_fleet.sampler_bridge.records import flights_of
-from optuna_fleet.trainer.checkpoints.saving import Saver
-from optuna_fleet.trainer.data import shard_loader
+from optuna_fleet.trainer.data import telling
+from optuna_fleet.trainer.saving import Saver
 from tests.fleets import Leg, Noise, ask_to_move, fleet_of, small_model
 
 SIZE, BATCH = 41, 4
@@ -89,13 +89,13 @@ def test_a_trial_that_keeps_a_device_waits_for_no_file(
 
 def has_long_epochs(trial: Any, *, movable: bool) -> float:
     prepared(trial)
-    was, shard_loader._LONG_S = shard_loader._LONG_S, 0.0
+    was, telling._LONG_S = telling._LONG_S, 0.0
     try:
         for _ in trial.epochs(3):
             for _ in trial.batches("train", batch_size=BATCH, movable=movable):
                 pass
     finally:
-        shard_loader._LONG_S = was
+        telling._LONG_S = was
     return 0.0
 
 

@@ -49,8 +49,7 @@ def resources(spec: GroupSpec, repeats: int) -> list[tuple[int, int, bool]]:
             store_port=spec.store_port,
         )
         with group(one):
-            if hasattr(dist.ProcessGroup, "shutdown"):  # before torch 2.7 it leaves files open
-                dist.barrier()
+            dist.barrier()
         groups.wait_until_left()
         hook = sys.excepthook is own
         seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), hook))

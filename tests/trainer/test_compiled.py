@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optuna_fleet.trainer.checkpoints.states import load_state, state_of
+from optuna_fleet.trainer.states import load_state, state_of
 
 
 def compiled(module: nn.Module) -> nn.Module:

@@ -62,7 +62,6 @@ def test_groups_leave_nothing_behind(fleet: Fleet) -> None:
         assert seen[-1][1] <= seen[3][1]
 
 
-@pytest.mark.skipif(not groups.CAN_SHUT_DOWN, reason="such processes end: `can_leave_alone`")
 def test_ranks_that_went_different_ways_hold_up_no_other_group(nursery: Nursery) -> None:
     fleet = Fleet(nursery)
     assert fleet.run(2, "part_ways") == [([2.0, 2.0], True)] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.totals import Totals
 
 CPU = torch.device("cpu")
 

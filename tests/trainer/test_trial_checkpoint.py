@@ -15,13 +15,13 @@ import torch
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint import Checkpoint
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state
-from optuna_fleet.trainer.reports import Reports
+from optuna_fleet.trainer.session import Reports
 from optuna_fleet.trainer.training_state import TrainingState
 from tests.fleets import write_checkpoint
 
@@ -87,7 +87,7 @@ class Picture(torch.Tensor):
         (defaultdict(list), "is a defaultdict.*store a dict.*setdefault"),
         ([{"deep": Pair(1, 2)}], r"\[0\]\['deep'\] is a Pair.*`tuple\(value\)`"),
         (Log(), r"is a Log.*`dict\(value\)`"),
-        (torch.ones(2).as_subclass(Picture), "is a Picture.*make the Picture from them"),
+        (torch.ones(2).as_subclass(Picture), "is a Picture.*make the Picture from it"),
     ],
 )
 def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, advice: str) -> None:
@@ -193,10 +193,11 @@ def test_a_checkpoint_of_other_parameters_counts_as_damaged(
 def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() -> None:
     position = EpochPosition(loop=1)
     session: Any = SimpleNamespace(run=SimpleNamespace(number=5), reports=Reports(False))
-    none: Any = None
-    state = TrainingState(
-        session, objects=[], user={}, position=position, totals=none, steps=none, net=none
+    parts: Any = SimpleNamespace(
+        session=session, objects=[], user={}, position=position, reducer=None
     )
+    state = TrainingState(parts)
+    state.steps.close()
     state.go_on_with(make(loop=2), torch.device("cpu"))
     with pytest.raises(TrialError, match=r"checkpointed in loop 2 .* returned after 1:"):
         state.check_reached()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from optuna_fleet.trainer.reports import Reports
+from optuna_fleet.trainer.session import Reports
 
 NAN = math.nan
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.executor.call import runs
-from optuna_fleet.trainer.link import Inbox
-from optuna_fleet.trainer.moves.stop_line import StopLine
+from optuna_fleet.trainer.link import Inbox, StopLine
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import (
     AskStep,

@@ -15,9 +15,9 @@ from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.records import Flight
-from optuna_fleet.trainer.seeding import seed_run, seed_torch
+from optuna_fleet.trainer.objective import once_torch_is_imported
+from optuna_fleet.trainer.randomness import seed_run, seed_torch
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import AfterEpoch, Call, EndEpoch, RankCall, Report, ShouldPrune
 from optuna_fleet.wire.messages import Remark, RunTrial, Usage

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_number
-from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.inline_client import InlineClient
 
 if TYPE_CHECKING:
     from optuna_fleet.trainer.data.shard_loader import ShardLoader
@@ -28,12 +25,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Periods:
-    """A trial's steps, cut into periods.
-
-    Attributes:
-        num_steps: Of all of them.
-        every: Of each but the last, which may have fewer.
-    """
+    """A trial's steps, cut into periods of `every`; the last may have fewer."""
 
     num_steps: int
     every: int
@@ -49,12 +41,9 @@ class Periods:
         return -(-self.num_steps // self.every)
 
     def batches(self, read: Callable[..., Any], period: int, first_step: int) -> PeriodBatches:
-        """The batches of a period, which go on where those of the period before have ended.
+        """The batches of a period but its first ones, after those of the period before.
 
-        Args:
-            read: Returns the batches of an epoch, given `epoch`, `first_step` and `continues`.
-            period: Which, from 0.
-            first_step: The period's batches to skip.
+        `read` returns the batches of an epoch, given `epoch`, `first_step` and `continues`.
         """
         begin = period * self.every
         steps = range(begin + first_step, min(begin + self.every, self.num_steps))
@@ -68,27 +57,18 @@ class PeriodBatches:
         self._read = read
         self._steps = steps
         self._num_steps = num_steps
-        self._epoch = read(epoch=0)
+        self._per_epoch = len(read(epoch=0))
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def last_size(self) -> int:
-        """Samples of the last batch of an epoch."""
-        return self._epoch.last_size  # type: ignore[no-any-return]
-
     def __iter__(self) -> Iterator[Any]:
-        per_epoch = len(self._epoch)
         steps = self._steps
         while steps:
-            epoch, first = divmod(steps[0], per_epoch)
-            num_read = min(len(steps), per_epoch - first)
-            batches = self._read(
-                epoch=epoch,
-                first_step=first,
-                continues=(epoch + 1) * per_epoch < self._num_steps,
-            )
+            epoch, first = divmod(steps[0], self._per_epoch)
+            num_read = min(len(steps), self._per_epoch - first)
+            continues = (epoch + 1) * self._per_epoch < self._num_steps
+            batches = self._read(epoch=epoch, first_step=first, continues=continues)
             yield from islice(batches, num_read)
             steps = steps[num_read:]
 
@@ -122,38 +102,6 @@ class EpochPosition:
         finally:
             if self.periods is periods:  # no other loop has begun
                 self.periods = None
-
-
-class Reading:
-    """Finds the batches of a pass."""
-
-    def __init__(self, pipeline: PipelineClient | InlineClient, position: EpochPosition) -> None:
-        self._pipeline = pipeline
-        self._position = position
-
-    def batches(self, asked: Asked, place: tuple[int, int], first_step: int = 0) -> Any:
-        """The batches of a pass.
-
-        Args:
-            asked: For what.
-            place: This rank among those that share a batch, and their number.
-            first_step: Batches to skip.
-        """
-        rank, world_size = place
-        read = partial(
-            self._pipeline.read,
-            asked.name,
-            batch_size=asked.batch_size,
-            drop_last=asked.drop_last,
-            rank=rank,
-            world_size=world_size,
-            dummy=True,
-        )
-        position, periods = self._position, self._position.periods
-        if periods is not None and self._pipeline.spec.dataset(asked.name).shuffled:
-            return periods.batches(read, position.epoch, first_step)
-        goes_on = position.epoch + 1 < position.num_epochs
-        return read(epoch=position.epoch, first_step=first_step, continues=goes_on)
 
 
 class Shards:

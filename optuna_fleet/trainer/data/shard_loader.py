@@ -1,52 +1,35 @@
-"""A rank's data: which batches it gets, what part of each it holds, how fast they are trained."""
+"""A rank's data: which batches it gets, and what part of each it holds."""
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.arguments import check_that, is_a
-from optuna_fleet.events import DataRequested, Model, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Asked, Reading, Shards
-from optuna_fleet.trainer.data.stopwatch import Stopwatch
+from optuna_fleet.trainer.data.reading import Asked, Shards
+from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients.weights import Share
-from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.leaving import Leaving
 from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.prepared import Prepared
+from optuna_fleet.trainer.randomness import seed_gpu
 from optuna_fleet.trainer.run_parts import Parts
-from optuna_fleet.trainer.seeding import seed_gpu
-from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.widths import Bounds
-from optuna_fleet.wire.messages import Trained
 
-_LONG_S = 120.0
 _UNPREPARED = (
     "without trial.prepare(model, optimizer) it stays on one device; it never moves nor resumes."
 )
-_NOT_CHECKED = (
-    "It is not checked whether it gives the same on several devices, as it has asked for them "
-    "(min_devices, trial.pipeline). See docs/objective.md."
-)
-_MOVABLE = (
-    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
-    'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
-    "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
-    "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
-)
-
-
 _OTHER_ROWS = (
     "The collate_fn of data set '{name}' makes other rows than one for each sample: devices would "
     "weigh their parts of a batch by samples that are not in them. So that its results do not "
@@ -68,22 +51,16 @@ class _Pass:
 
 
 class ShardLoader:
-    """What `FleetTrial.batches` does.
-
-    Attributes:
-        reached_after_s: When the objective first asked for data; None before.
-        stopwatch: Measures the rate.
-    """
+    """What `FleetTrial.batches` does."""
 
     def __init__(
         self,
         parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
         prepared: Prepared,
-        within: WithinEpoch,
+        leaving: Leaving,
+        telling: Telling,
     ) -> None:
-        self.reached_after_s: float | None = None
-        self.stopwatch = Stopwatch(parts.run.measure, parts.device)
         self._gives_whole_batches = False
         self._parts = parts
         self._session = parts.session
@@ -95,21 +72,14 @@ class ShardLoader:
         self._pipeline = pipeline
         self._prepared = prepared
         self._modules = prepared.modules
-        self._within = within
-        self._reading = Reading(pipeline, parts.position) if pipeline else None
+        self._leaving = leaving
+        self._telling = telling
         self._batch_size: int | None = None  # that was given last
-        self._has_reached_training = False
-        self._reached: Model | None = None  # as told last
         self._seeded_for: tuple[int, int] | None = None
-        self._samples_per_epoch = 0
-        self._trained_loop: int | None = None  # the last, of which these are
-        self._epoch_began = time.perf_counter()
         self._read_outside: Counter[str] = Counter()
-        self._timed_pass: int | None = None
         self._num_passes = 0
-        self._has_trained = False
         if isinstance(pipeline, PipelineClient):
-            pipeline.begin(parts.run.run_id, self.stopwatch.wait)
+            pipeline.begin(parts.run.run_id, telling.stopwatch.wait)
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -125,14 +95,13 @@ class ShardLoader:
                 "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., "
                 "...))."
             )
-        if batch_size is None and self._batch_size is None:
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if batch_size is None:
             raise FleetConfigError(
                 f"trial.batches({name!r}) was called without `batch_size`, and no other call gave "
                 "one yet: give that of the whole trial, over all its devices: "
                 f"trial.batches({name!r}, batch_size=...)."
             )
-        batch_size = self._batch_size if batch_size is None else batch_size
-        assert batch_size is not None
         check_that("movable", movable, is_a(bool), "be True or False")
         shards = Shards(self, Asked(name, batch_size, drop_last), movable=movable)
         len(shards)  # checks the arguments
@@ -150,8 +119,26 @@ class ShardLoader:
 
     def num_steps(self, asked: Asked) -> int:
         """Number of global batches in an epoch."""
-        assert self._reading is not None
-        return len(self._reading.batches(asked, self._place))
+        return len(self._batches(asked))
+
+    def _batches(self, asked: Asked, first_step: int = 0) -> Any:
+        """Those of a pass, but for the first ones."""
+        assert self._pipeline is not None
+        rank, world_size = self._place
+        read = partial(
+            self._pipeline.read,
+            asked.name,
+            batch_size=asked.batch_size,
+            drop_last=asked.drop_last,
+            rank=rank,
+            world_size=world_size,
+            dummy=True,
+        )
+        position, periods = self._position, self._position.periods
+        if periods is not None and self._pipeline.spec.dataset(asked.name).shuffled:
+            return periods.batches(read, position.epoch, first_step)
+        goes_on = position.epoch + 1 < position.num_epochs
+        return read(epoch=position.epoch, first_step=first_step, continues=goes_on)
 
     def read(self, asked: Asked, *, movable: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
@@ -173,7 +160,7 @@ class ShardLoader:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check()
                 if one.can_leave:
-                    self._within.come_to(step, one.number)
+                    self._leaving.come_to(step, one.number)
                 self._session.begin_batch()
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()
@@ -188,47 +175,39 @@ class ShardLoader:
                     trains=trains,
                     is_whole=self._gives_whole_batches,
                 )
-                timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
                     self._check_rows(one.asked.name, data, batch.local_size)
                     self._begin_step()
                 yield data
                 if trains:
-                    self._tell_trained()
-                if timed:
-                    if (rate := self.stopwatch.stop(batch.global_size)) is not None:
-                        self._tell_rate(rate)
-                    self.stopwatch.start()
+                    self._telling.trained(one.number, batch.global_size)
 
     def _open(self, asked: Asked, *, movable: bool) -> _Pass:
         assert self._pipeline is not None
-        assert self._reading is not None
         if not self._modules and not self._position.reads_unprepared:
             self._position.reads_unprepared = True
             self._widths.bounds = Bounds(max_devices=1)
             self._session.remark(["unprepared"], _UNPREPARED)
-        name = asked.name
         can_leave = movable and not self._gives_whole_batches
-        can_leave = self._within.begin_pass(movable=can_leave)
-        self._reach(name, asked.batch_size, movable=can_leave)
-        is_shuffled = self._pipeline.spec.dataset(name).shuffled
-        self._check_order(name, is_shuffled)
+        can_leave = self._leaving.begin_pass(movable=can_leave)
+        dataset = self._pipeline.spec.dataset(asked.name)
+        is_shuffled = dataset.shuffled
+        self._telling.reach(asked, dataset.num_samples, trains=is_shuffled, movable=can_leave)
+        self._check_order(asked.name, is_shuffled)
         self._num_passes += 1
-        first, goes_on = self._within.first_step(movable=can_leave)
-        if self._timed_pass is None and self._trains(is_shuffled):
-            self._timed_pass = self._num_passes
-            self.stopwatch.start()
+        first, goes_on = self._prepared.kept.first_step() if can_leave else (0, False)
+        if self._trains(is_shuffled):
+            self._telling.begin_pass(self._num_passes)
         if goes_on:  # with the generator that the checkpoint has
             self._seeded_for = (self._position.loop, self._position.epoch)
-        batches = self._reading.batches(asked, self._place, first)
+        batches = self._batches(asked, first)
         return _Pass(asked, self._num_passes, batches, first, is_shuffled, can_leave)
 
     def _close(self, one: _Pass) -> None:
         self._weights.close(one.number)
         if one.can_leave:
-            self._within.end_pass()
-        if self._timed_pass == one.number:
-            self._timed_pass = None
+            self._leaving.end_pass()
+        self._telling.end_pass(one.number)
 
     def _begin_step(self) -> None:
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
@@ -279,119 +258,6 @@ class ShardLoader:
                 "trial.epochs(): all such passes have the same order and augmentation. Use `for "
                 "epoch in trial.epochs(n):`."
             )
-
-    # -- what the driver is told ------------------------------------------------------------------
-
-    def _reach(self, name: str, batch_size: int, *, movable: bool) -> None:
-        """Tells what the trial trains on; if it evaluates first, once more when it trains.
-
-        And in each further loop how long that goes on, and how long its epochs are.
-        """
-        assert self._pipeline is not None
-        dataset, position = self._pipeline.spec.dataset(name), self._position
-        trains, samples = dataset.shuffled, dataset.num_samples
-        periods = position.periods
-        per_period = samples if periods is None else periods.every * min(batch_size, samples)
-        max_epochs = position.num_epochs if position.is_inside else None
-        if trains and position.loop != self._trained_loop:
-            self._trained_loop, self._samples_per_epoch = position.loop, per_period
-        is_first = self.reached_after_s is None
-        if not is_first and (self._has_reached_training or not trains):
-            if self._reached and max_epochs is not None:
-                told = replace(
-                    self._reached,
-                    resumable=True,
-                    max_epochs=max_epochs,
-                    samples_per_epoch=self._samples_per_epoch,
-                )
-                if told != self._reached:
-                    self._tell_reached(told)
-            return
-        if is_first:
-            self.reached_after_s = time.perf_counter() - self._session.began
-        self._has_reached_training = trains
-        self._samples_per_epoch = per_period
-        bounds = replace(self._widths.bounds, samples_per_epoch=per_period, max_epochs=max_epochs)
-        self._tell_reached(
-            Model(
-                structure=self._structure(name, batch_size),
-                resumable=self._position.is_inside,
-                min_devices=bounds.min_devices,
-                max_devices=bounds.most_for(batch_size),
-                spans_types=bounds.spans_types,
-                **bounds.facts(),
-                movable=movable,
-                traits=self._traits(movable=movable),
-            )
-        )
-        if self._position.is_inside and bounds.min_devices > self._run.world_size:
-            self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
-        if batch_size > samples:
-            self._session.warn(
-                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
-                f"samples: each epoch is one batch of {samples}."
-            )
-
-    def need(self, num_devices: int) -> NoReturn:
-        """Leave the objective, which is to begin anew on no fewer devices.
-
-        Raises:
-            FleetConfigError: It reads no batches, and so can have no more devices.
-        """
-        self._widths.bounds = replace(self._widths.bounds, min_devices=num_devices)
-        if self._reached is not None:
-            most = self._widths.bounds.most_for(self._reached.max_devices)
-            self._tell_reached(replace(self._reached, min_devices=num_devices, max_devices=most))
-            self._session.unwind(Yielded)
-        raise FleetConfigError(
-            f"The model does not fit on {self._run.world_size} devices, but on {num_devices}. A "
-            "trial can have several only if its batches come from trial.batches()."
-        )
-
-    def _tell_reached(self, reached: Model) -> None:
-        self._reached = reached
-        self._tell(DataRequested(run_id=self._run.run_id, model=reached))
-
-    def _traits(self, *, movable: bool) -> frozenset[str]:
-        if not self._modules:  # it stays on one device
-            return frozenset()
-        in_periods = self._position.periods is not None
-        reads = "periods" if in_periods else "movable epochs" if movable else "epochs"
-        traits = self._prepared.traits(f"reads {reads}")
-        if not traits and self._run.num_of_all_types > 1:
-            self._session.remark(["not checked"], _NOT_CHECKED)
-        return traits
-
-    def _structure(self, name: str, batch_size: int) -> str:
-        """What decides the rate on devices of one type: parameter shapes, batch size, data."""
-        digest = hashlib.sha256(f"{name}|{batch_size}".encode())
-        for module in self._modules:
-            digest.update(type(module).__qualname__.encode())
-            for key, parameter in module.named_parameters():
-                digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        return digest.hexdigest()[:16]
-
-    def end_epoch(self) -> None:
-        """An epoch without a training batch has a pace too: others wait for its rate."""
-        now = time.perf_counter()
-        seconds, self._epoch_began = now - self._epoch_began, now
-        if seconds >= _LONG_S and not self._within.is_movable and self._run.num_devices > 1:
-            self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
-        if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
-            self.stopwatch.give_up()
-            self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
-
-    def _tell_trained(self) -> None:
-        if not self._has_trained:
-            self._has_trained = True
-            self._tell(Trained(run_id=self._run.run_id))
-
-    def _tell_rate(self, samples_per_s: float) -> None:
-        self._tell(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
-
-    def _tell(self, message: DataRequested | Trained | RateMeasured) -> None:
-        if self._run.rank == 0:
-            self._session.send(message)
 
 
 def _is_trained(module: torch.nn.Module) -> bool:

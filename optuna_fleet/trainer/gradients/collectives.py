@@ -21,7 +21,7 @@ from torch import Tensor
 
 from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
+from optuna_fleet.trainer.checkpoint import MemoryFile
 from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.nested import map_leaves
 

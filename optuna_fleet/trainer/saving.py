@@ -18,8 +18,8 @@ from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.checkpoints.store import Store, is_shared
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError
-from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.checkpoint import Captured
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
@@ -31,9 +31,8 @@ Make = Callable[[], Captured]
 class Saver:
     """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial.
 
-    Args:
-        session: Of the run.
-        before: Of the run that has left what this one goes on with, where that is known.
+    One that comes after another, of the run that has left what this one goes on with, has what
+    led to the best report.
     """
 
     def __init__(self, session: Session, before: Saver | None = None) -> None:
@@ -45,15 +44,14 @@ class Saver:
         self._best: Captured | None = before._best if before else None
         self._written_best: Captured | None = before._written_best if before else None
 
-    def newest(self) -> tuple[Captured | None, list[str]]:
-        """Read the newest good one that the trial has; and say what is wrong with newer ones."""
-        problems: list[str] = []
+    def newest(self) -> Captured | None:
+        """Read the newest good one that the trial has; the user hears what is wrong with newer."""
         for path in self._run.checkpoints:
             try:
-                return self._files.load(path), problems
+                return self._files.load(path)
             except CheckpointError as error:
-                problems.append(str(error))
-        return None, problems
+                self._session.warn(str(error))
+        return None
 
     @property
     def is_busy(self) -> bool:
@@ -97,12 +95,11 @@ class Saver:
     def leave(self, value: float, capture: Make) -> None:
         """Write what the trial leaves behind, having returned `value`.
 
-        That is what led to the report of `value`, if that was the best and not the last; else what
-        `capture` returns.
+        That is what led to its report, if it was the best and not the last; else what it captures.
         """
         self.finish()
-        left = None
-        if self._session.reports.is_best_before_last(value):
+        left, reports = None, self._session.reports
+        if value == reports.best and value != next(reversed(reports.values.values())):
             left = self._best_of(value)
             if left is None:
                 self._session.warn(
@@ -113,7 +110,7 @@ class Saver:
         if left is None:
             return
         try:
-            self._save(left, (), "final")
+            self._files.write((), "final", left)
         except Exception as error:
             self._failed(error)
 
@@ -131,9 +128,9 @@ class Saver:
         try:
             if best is not None and best is not self._written_best:
                 # First: no checkpoint tells of a report of which nothing is kept.
-                self._save(best, content.position, "best")
+                self._files.write(content.position, "best", best)
                 self._written_best = best
-            location = self._save(content, content.position, "")
+            location = self._files.write(content.position, "", content)
         except Exception as error:
             self._has_failed = True
             self._failed(error)
@@ -142,15 +139,12 @@ class Saver:
             CheckpointSaved(run_id=self._run.run_id, epoch=content.epoch, location=location)
         )
 
-    def _save(self, content: Captured, position: tuple[int, ...], kind: str) -> str:
-        return self._files.write(position, kind, content)
-
     def _failed(self, error: Exception) -> None:
         self._tell(CheckpointFailed(run_id=self._run.run_id, problem=str(error)))
 
     def _tell(self, message: CheckpointSaved | CheckpointFailed) -> None:
         with suppress(DriverGoneError):
-            self._session.send_aside(message)
+            self._session.send(message)
 
 
 class RunFiles:

@@ -1,9 +1,9 @@
 """What the objects of a trial hold, as it is checkpointed and put back.
 
 That is their ``state_dict``, and what it leaves out and a move would lose: which parameters are
-frozen, buffers that are not persistent, groups of parameters that an optimizer
-was given in a later epoch, and gradients that have been accumulated but not stepped with. Modules
-have it under their own names, whether ``torch.compile`` wraps them or not.
+frozen, buffers that are not persistent, groups of parameters that an optimizer was given in a
+later epoch, and gradients that have been accumulated but not stepped with. Modules have it under
+their own names, whether ``torch.compile`` wraps them or not.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ import torch
 def state_of(thing: Any) -> dict[str, Any]:
     """Its `state_dict`, without the ``_orig_mod`` of compiled modules in the keys."""
     with uncompiled(thing) as own:
-        state: dict[str, Any] = own.state_dict()
-    if isinstance(thing, torch.optim.swa_utils.SWALR):
-        # In torch 2.4 a function, which its constructor sets and no checkpoint takes.
-        state.pop("anneal_func", None)
-    return state
+        return own.state_dict()  # type: ignore[no-any-return]
 
 
 def names_in(thing: Any) -> frozenset[str]:
@@ -66,27 +62,19 @@ def _uncompiled(thing: torch.nn.Module, kind: type[Any]) -> Iterator[Any]:
 def remainder_of(objects: Sequence[Any], *, with_gradients: bool) -> list[dict[str, Any]]:
     """What the state of each object leaves out, for `add_groups` and `restore_remainder`."""
     places = {id(parameter): place for place, parameter in _parameters(objects).items()}
-    found: list[dict[str, Any]] = []
-    for thing in objects:
-        if isinstance(thing, torch.nn.Module):
-            own = {name: p for (_, name), p in _parameters([thing]).items()}
-            gradients = {
-                n: p.grad for n, p in own.items() if with_gradients and p.grad is not None
-            }
-            frozen = [name for name, p in own.items() if not p.requires_grad]
-            found.append(
-                {
-                    "frozen": frozen,
-                    "gradients": gradients if with_gradients else {},
-                    "buffers": _unsaved_buffers(thing),
-                }
-            )
-        elif isinstance(thing, torch.optim.Optimizer):
-            groups = [[places.get(id(p)) for p in group["params"]] for group in thing.param_groups]
-            found.append({"groups": groups})
-        else:
-            found.append({})
-    return found
+
+    def remainder(thing: Any) -> dict[str, Any]:
+        if isinstance(thing, torch.optim.Optimizer):
+            params = [group["params"] for group in thing.param_groups]
+            return {"groups": [[places.get(id(p)) for p in group] for group in params]}
+        if not isinstance(thing, torch.nn.Module):
+            return {}
+        own = {name: p for (_, name), p in _parameters([thing]).items()}
+        gradients = {n: p.grad for n, p in own.items() if with_gradients and p.grad is not None}
+        frozen = [name for name, p in own.items() if not p.requires_grad]
+        return {"frozen": frozen, "gradients": gradients, "buffers": _unsaved_buffers(thing)}
+
+    return list(map(remainder, objects))
 
 
 def add_groups(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import _codecs
 import math
+import mmap
 import os
 import pickle
+import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,39 @@ from torch.utils import _pytree as pytree
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.checkpoints.memory_file import MemoryFile
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import set_rng_state
 
-_PLAIN_TYPES = (
-    *(type(None), bool, int, float, complex, str, bytes, bytearray),
-    *(torch.dtype, torch.device, torch.Size),
-)
 
-# Newer versions of torch load these by themselves, 2.4 does not; bytes are pickled as `encode`.
-torch.serialization.add_safe_globals([_codecs.encode, bytearray, complex, set])
+class MemoryFile:
+    """Bytes in memory with a path, by which torch maps them instead of making copies.
+
+    It is there as long as it is referenced, or what was loaded from it. What is saved at its path
+    may have any size.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self._descriptor = os.memfd_create("optuna-fleet")
+        self.path = f"/proc/self/fd/{self._descriptor}"
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, size)
+
+    @classmethod
+    def of(cls, data: bytes | bytearray | memoryview) -> MemoryFile:
+        """One with these bytes in it."""
+        made = cls(len(data))
+        made.data[:] = data
+        return made
+
+    def __reduce__(self) -> Any:
+        """Pickled with what is in it."""
+        return MemoryFile.of, (bytes(self.data),)
+
+    @property
+    def data(self) -> memoryview:
+        """What is in it; to write there writes to it."""
+        is_empty = not os.fstat(self._descriptor).st_size
+        return memoryview(b"" if is_empty else mmap.mmap(self._descriptor, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +98,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A checkpoint as it is handed over, and written: nothing changes it any more.
-
-    Attributes:
-        file: What `unpacked` takes.
-        position: How far the trial is in it.
-        epoch: The epoch to go on with.
-    """
+    """A checkpoint as it is handed over, and written: nothing changes it any more."""
 
     file: MemoryFile
     position: tuple[int, ...]
@@ -92,6 +108,9 @@ class Captured:
     def content(self) -> Checkpoint:
         """What is in it; its tensors are in the file's memory."""
         return unpacked(self.file)
+
+
+# -- packed and unpacked --------------------------------------------------------------------------
 
 
 def captured(checkpoint: Checkpoint) -> Captured:
@@ -108,17 +127,11 @@ def captured(checkpoint: Checkpoint) -> Captured:
         content["state"] = pytree.tree_map_only(torch.Tensor, _compact, checkpoint.state)
         file = _packed(content)
     except Exception:  # something has to be converted, or can't be kept: say what
-        file = _packed(content | _portable_parts(checkpoint))
+        content["state"] = _portable(checkpoint.state, "trial.state", own=True)
+        for name in ("objects", "remainder", "totals"):
+            content[name] = _portable(content[name], name, own=False)
+        file = _packed(content)
     return Captured(file, checkpoint.position, checkpoint.epoch)
-
-
-def _portable_parts(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "objects": _portable(checkpoint.objects, "objects", own=False),
-        "remainder": _portable(checkpoint.remainder, "remainder", own=False),
-        "state": _portable(checkpoint.state, "trial.state", own=True),
-        "totals": _portable(checkpoint.totals, "trial.totals", own=False),
-    }
 
 
 def _packed(content: dict[str, Any]) -> MemoryFile:
@@ -133,6 +146,18 @@ def _packed(content: dict[str, Any]) -> MemoryFile:
         ) from error
     _check_loadable(file)
     return file
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """Those of torch take longer than all the rest; files have a SHA-256 of ours."""
+    setting: Any = torch.serialization
+    was = setting.get_crc32_options()
+    setting.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        setting.set_crc32_options(was)
 
 
 def _check_loadable(file: MemoryFile) -> None:
@@ -158,21 +183,6 @@ def unpacked(file: MemoryFile, device: str = "cpu") -> Checkpoint:
     return Checkpoint(**loaded)
 
 
-@contextmanager
-def _without_crc() -> Iterator[None]:
-    """Those of torch take longer than all the rest; files have a SHA-256 of ours."""
-    setting: Any = torch.serialization
-    if not hasattr(setting, "set_crc32_options"):  # before torch 2.6
-        yield
-        return
-    was = setting.get_crc32_options()
-    setting.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        setting.set_crc32_options(was)
-
-
 def placed(saved: Checkpoint, device: torch.device) -> Checkpoint:
     """With those tensors of its state on the device that were on one."""
     leaves, structure = pytree.tree_flatten(saved.state)
@@ -184,6 +194,15 @@ def placed(saved: Checkpoint, device: torch.device) -> Checkpoint:
 def _on_device(state: dict[str, Any]) -> list[int]:
     leaves = enumerate(pytree.tree_leaves(state))
     return [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_cpu]
+
+
+def restore_rng(states: list[dict[str, Any]]) -> None:
+    """Restore this rank's own generators, or rank 0's if the number of ranks changed."""
+    rank = dist.get_rank() if group_size() == len(states) and dist.is_initialized() else 0
+    set_rng_state(states[rank])
+
+
+# -- read -----------------------------------------------------------------------------------------
 
 
 def load(path: str | os.PathLike[str], owner: Owner) -> Captured:
@@ -203,15 +222,10 @@ def loaded(
 ) -> Captured:
     """The checkpoint that `data` is, which was read at `path`.
 
-    Args:
-        path: For errors.
-        data: All that is in the file.
-        owner: The trial; what is another's is not good.
-        parameters: What the study has suggested to it so far; likewise.
-
     Raises:
         CheckpointError: It is torn, altered, of another format, or another trial's; or of a trial
-            of that number that had other `parameters`; or torch can't load what is in it.
+            of that number that had other `parameters` than the study has suggested so far; or
+            torch can't load what is in it.
     """
     payload = checkpoint_file.verified(path, data, owner)
     try:
@@ -245,56 +259,54 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def restore_rng(states: list[dict[str, Any]]) -> None:
-    """Restore this rank's own generators, or rank 0's if the number of ranks changed."""
-    rank = dist.get_rank() if group_size() == len(states) and dist.is_initialized() else 0
-    set_rng_state(states[rank])
+# -- what can be kept -----------------------------------------------------------------------------
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.dtype, torch.device, torch.Size),
+)
+_INSTEAD = (
+    (np.generic, "`value.item()`"),
+    (np.ndarray, "`torch.from_numpy(value)`"),
+    (defaultdict, "a dict, with `setdefault(key, default)` where it may lack a key"),
+    *((kind, f"`{kind.__name__}(value)`") for kind in (dict, list, tuple, set)),
+)
 
 
 def _portable(value: Any, where: str, *, own: bool) -> Any:
     """`value` as ``torch.load(weights_only=True)`` accepts it, with the same tensors.
 
-    Args:
-        value: A tensor, a plain value, or containers of them.
-        where: Its name in errors.
-        own: Whether it is the user's own (``trial.state``), who can convert NumPy values; those in
-            other objects (a learning rate, say) become Python numbers here.
+    The user's own (``trial.state``) is refused where he can convert it; in other objects a NumPy
+    number (a learning rate, say) becomes one of Python, a defaultdict a dict.
     """
     if isinstance(value, torch.Tensor) and _can_be_loaded(type(value.detach())):
         return _compact(value.detach())
-    again = partial(_portable, own=own)
-    if type(value) in _PLAIN_TYPES:
-        return bytearray(value) if isinstance(value, bytearray) else value
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, np.generic) and not own:
         return value.item()
-    if type(value) in (list, tuple, set):
-        items = enumerate(value)
-        return type(value)(again(item, f"{where}[{key}]") for key, item in items)
-    # A default's factory can't be loaded safely: in the user's own state it would be missed.
-    if type(value) in (dict, OrderedDict, Counter) or (type(value) is defaultdict and not own):
-        return _portable_dict(value, where, again)
-    raise FleetConfigError(_refusal(value, where))
+    if kind in (list, tuple, set):
+        return kind(_portable(v, f"{where}[{i}]", own=own) for i, v in enumerate(value))
+    if kind in (dict, OrderedDict, Counter) or (kind is defaultdict and not own):
+        keys = [_portable(key, f"a key of {where}", own=own) for key in value]
+        items = [_portable(v, f"{where}[{key!r}]", own=own) for key, v in value.items()]
+        made: Any = dict(zip(keys, items, strict=True))
+        made = made if kind is defaultdict else kind(made)
+        if hasattr(value, "_metadata"):  # versions of the modules, for load_state_dict
+            made._metadata = value._metadata
+        return made
+    name = kind.__name__
+    instead = next((text for kind, text in _INSTEAD if isinstance(value, kind)), "such values")
+    raise FleetConfigError(
+        f"The value of {where} is a {name}, but a checkpoint takes only numbers, strings, bytes, "
+        f"tensors, and plain lists, tuples, sets and dicts of them: store {instead}, and make the "
+        f"{name} from it where you need one."
+    )
 
 
 def _can_be_loaded(kind: type[torch.Tensor]) -> bool:
     return kind is torch.Tensor or kind in torch.serialization.get_safe_globals()
-
-
-def _portable_dict(
-    value: dict[Any, Any], where: str, again: Callable[[Any, str], Any]
-) -> dict[Any, Any]:
-    items = {
-        again(key, f"a key of {where}"): again(item, f"{where}[{key!r}]")
-        for key, item in value.items()
-    }
-    if isinstance(value, Counter):  # the milestones of torch's MultiStepLR
-        return Counter(items)
-    if not isinstance(value, OrderedDict):
-        return items
-    ordered = OrderedDict(items)
-    if hasattr(value, "_metadata"):  # versions of the modules, for load_state_dict
-        vars(ordered)["_metadata"] = value._metadata
-    return ordered
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,28 +315,3 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     size = tensor.numel() * tensor.element_size()
     return tensor.detach().clone() if tensor.untyped_storage().nbytes() > size else tensor
-
-
-def _refusal(value: Any, where: str) -> str:
-    name = type(value).__name__
-    if isinstance(value, np.generic):
-        return f"The value of {where} is a NumPy {name}; store `value.item()` instead."
-    if isinstance(value, np.ndarray):
-        return f"The value of {where} is a NumPy array; store `torch.from_numpy(value)` instead."
-    if isinstance(value, defaultdict):
-        return (
-            f"The value of {where} is a defaultdict, but a checkpoint can't keep its default: "
-            "store a dict, and use `setdefault(key, default)` where it may lack a key."
-        )
-    for plain in (dict, list, tuple, set):
-        if isinstance(value, plain):
-            return (
-                f"The value of {where} is a {name}, but a checkpoint takes only a plain "
-                f"{plain.__name__}: store `{plain.__name__}(value)`, and make the {name} from it "
-                "where you need one."
-            )
-    return (
-        f"The value of {where} is a {name}, but a checkpoint takes only numbers, strings, bytes, "
-        f"tensors, and lists, tuples, sets and dicts of them: store such values, and make the "
-        f"{name} from them when the trial resumes."
-    )

@@ -1,0 +1,182 @@
+"""What the driver is told of a trial: what it trains on, on how many devices, and how fast."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+from optuna_fleet.events import DataRequested, Model, RateMeasured
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.data.reading import Asked
+from optuna_fleet.trainer.data.stopwatch import Stopwatch
+from optuna_fleet.trainer.leaving import Leaving
+from optuna_fleet.trainer.prepared import Prepared
+from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.session import Yielded
+from optuna_fleet.wire.messages import Trained
+
+_LONG_S = 120.0
+_NOT_CHECKED = (
+    "It is not checked whether it gives the same on several devices, as it has asked for them "
+    "(min_devices, trial.pipeline). See docs/objective.md."
+)
+_MOVABLE = (
+    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
+    'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
+    "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
+    "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
+)
+
+
+class Telling:
+    """By rank 0; all call it alike.
+
+    Attributes:
+        reached_after_s: When the objective first asked for data; None before.
+        stopwatch: Measures the rate.
+    """
+
+    def __init__(self, parts: Parts, prepared: Prepared, leaving: Leaving) -> None:
+        self.reached_after_s: float | None = None
+        self.stopwatch = Stopwatch(parts.run.measure, parts.device)
+        self._parts = parts
+        self._session = parts.session
+        self._run = parts.run
+        self._prepared = prepared
+        self._leaving = leaving
+        self._reached: Model | None = None  # as told last
+        self._has_reached_training = False
+        self._samples_per_epoch = 0
+        self._trained_loop: int | None = None  # the last, of which these are
+        self._epoch_began = time.perf_counter()
+        self._timed_pass: int | None = None
+        self._has_trained = False
+
+    def reach(self, asked: Asked, samples: int, *, trains: bool, movable: bool) -> None:
+        """A pass begins over a data set of so many samples, on which the trial trains, or not.
+
+        Tells what it trains on; if it evaluates first, once more when it trains. And in each
+        further loop how long that goes on, and how long its epochs are.
+        """
+        position, batch_size = self._parts.position, asked.batch_size
+        periods = position.periods
+        per_period = samples if periods is None else periods.every * min(batch_size, samples)
+        max_epochs = position.num_epochs if position.is_inside else None
+        if trains and position.loop != self._trained_loop:
+            self._trained_loop, self._samples_per_epoch = position.loop, per_period
+        if self._reached is not None and (self._has_reached_training or not trains):
+            if max_epochs is not None:
+                told = replace(
+                    self._reached,
+                    resumable=True,
+                    max_epochs=max_epochs,
+                    samples_per_epoch=self._samples_per_epoch,
+                )
+                if told != self._reached:
+                    self._tell_reached(told)
+            return
+        if self._reached is None:
+            self.reached_after_s = time.perf_counter() - self._session.began
+        self._has_reached_training = trains
+        self._samples_per_epoch = per_period
+        bounds = replace(
+            self._parts.widths.bounds, samples_per_epoch=per_period, max_epochs=max_epochs
+        )
+        self._tell_reached(
+            Model(
+                structure=self._structure(asked.name, batch_size),
+                resumable=position.is_inside,
+                min_devices=bounds.min_devices,
+                max_devices=bounds.most_for(batch_size),
+                spans_types=bounds.spans_types,
+                **bounds.facts(),
+                movable=movable,
+                traits=self._traits(movable=movable),
+            )
+        )
+        if position.is_inside and bounds.min_devices > self._run.world_size:
+            self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
+        if batch_size > samples:
+            self._session.warn(
+                f"batch_size={batch_size} is larger than data set '{asked.name}' with its "
+                f"{samples} samples: each epoch is one batch of {samples}."
+            )
+
+    def need(self, num_devices: int) -> NoReturn:
+        """Leave the objective, which is to begin anew on no fewer devices.
+
+        Raises:
+            FleetConfigError: It reads no batches, and so can have no more devices.
+        """
+        self._parts.widths.bounds = replace(self._parts.widths.bounds, min_devices=num_devices)
+        if self._reached is not None:
+            most = self._parts.widths.bounds.most_for(self._reached.max_devices)
+            self._tell_reached(replace(self._reached, min_devices=num_devices, max_devices=most))
+            self._session.unwind(Yielded)
+        raise FleetConfigError(
+            f"The model does not fit on {self._run.world_size} devices, but on {num_devices}. A "
+            "trial can have several only if its batches come from trial.batches()."
+        )
+
+    def _tell_reached(self, reached: Model) -> None:
+        self._reached = reached
+        self._tell(DataRequested(run_id=self._run.run_id, model=reached))
+
+    def _traits(self, *, movable: bool) -> frozenset[str]:
+        if not self._prepared.modules:  # it stays on one device
+            return frozenset()
+        in_periods = self._parts.position.periods is not None
+        reads = "periods" if in_periods else "movable epochs" if movable else "epochs"
+        traits = self._prepared.traits(f"reads {reads}")
+        if not traits and self._run.num_of_all_types > 1:
+            self._session.remark(["not checked"], _NOT_CHECKED)
+        return traits
+
+    def _structure(self, name: str, batch_size: int) -> str:
+        """What decides the rate on devices of one type: parameter shapes, batch size, data."""
+        digest = hashlib.sha256(f"{name}|{batch_size}".encode())
+        for module in self._prepared.modules:
+            digest.update(type(module).__qualname__.encode())
+            for key, parameter in module.named_parameters():
+                digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        return digest.hexdigest()[:16]
+
+    def begin_pass(self, number: int) -> None:
+        """The pass of that number trains; the first one is timed."""
+        if self._timed_pass is None:
+            self._timed_pass = number
+            self.stopwatch.start()
+
+    def end_pass(self, number: int) -> None:
+        """It is over."""
+        if self._timed_pass == number:
+            self._timed_pass = None
+
+    def trained(self, number: int, samples: int) -> None:
+        """A batch of the pass of that number was trained on."""
+        if not self._has_trained:
+            self._has_trained = True
+            self._tell(Trained(run_id=self._run.run_id))
+        if self.stopwatch.active and number == self._timed_pass:
+            if (rate := self.stopwatch.stop(samples)) is not None:
+                self._tell_rate(rate)
+            self.stopwatch.start()
+
+    def end_epoch(self) -> None:
+        """An epoch without a training batch has a pace too: others wait for its rate."""
+        now = time.perf_counter()
+        seconds, self._epoch_began = now - self._epoch_began, now
+        if seconds >= _LONG_S and not self._leaving.is_movable and self._run.num_devices > 1:
+            self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
+        if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
+            self.stopwatch.give_up()
+            self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
+
+    def _tell_rate(self, samples_per_s: float) -> None:
+        self._tell(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+
+    def _tell(self, message: DataRequested | Trained | RateMeasured) -> None:
+        if self._run.rank == 0:
+            self._session.send(message)
