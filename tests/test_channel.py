@@ -28,6 +28,7 @@ from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import machine
 from optuna_fleet.executor.fleet import listener as listeners
 from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
+from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
@@ -41,6 +42,7 @@ from optuna_fleet.wire.node_messages import (
     ProcessId,
     SignOfLife,
     TrainerExited,
+    TrainerStarted,
 )
 
 CREDENTIALS, OTHERS = make_credentials(), make_credentials()
@@ -53,8 +55,8 @@ def ready(pid: int) -> TrainerReady:
     return TrainerReady(device=0, process=ProcessId(AGENT, pid))
 
 
-def exited(cause: str = "signal SIGKILL") -> TrainerExited:
-    return TrainerExited(device=0, process=ProcessId(AGENT, 7), cause=cause)
+def exited(pid: int = 7) -> TrainerExited:
+    return TrainerExited(device=0, process=ProcessId(AGENT, pid), cause="signal SIGKILL")
 
 
 def joining() -> AgentJoining:
@@ -75,11 +77,19 @@ class Welcomed:
     def __init__(self, credentials: bytes = CREDENTIALS) -> None:
         self.channels: queue.Queue[Channel] = queue.Queue()
         self.lines: queue.Queue[str] = queue.Queue()
-        self.listener = Listener("127.0.0.1", credentials, self.channels.put, self.lines.put)
+        self._inbox = Inbox()
+        self.listener = Listener(
+            *(self._inbox, "127.0.0.1", credentials, self.channels.put, self.lines.put)
+        )
+        self._thread = threading.Thread(target=self._inbox.get)
+        self._thread.start()
         self.address = (self.listener.host, self.listener.port)
         self.invitation = Invitation(addresses=(self.address,), credentials=credentials)
 
     def close(self) -> None:
+        self._inbox.put("the end")
+        self._thread.join()
+        self._inbox.close()
         self.listener.close()
         while not self.channels.empty():  # let in, and gone before it heard of it
             self.channels.get().close()
@@ -429,16 +439,16 @@ class Bomb:
 
 def test_a_closed_listener_leaves_neither_port_nor_thread() -> None:
     before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    listener = Listener("127.0.0.1", CREDENTIALS, lambda channel: None)
-    with stranger((listener.host, listener.port)) as sock:
+    welcomed = Welcomed()
+    with stranger(welcomed.address) as sock:
         sock.sendall(client_hello())
         assert sock.recv(1)  # a handshake is under way
-        listener.close()
+        welcomed.close()
         assert hangs_up(sock)
     assert set(threading.enumerate()) <= before
     assert set(os.listdir("/proc/self/fd")) <= files
     with pytest.raises(ConnectionRefusedError):
-        stranger((listener.host, listener.port))
+        stranger(welcomed.address)
 
 
 def test_a_fleet_may_have_as_many_connections_as_its_machine_allows() -> None:
@@ -587,16 +597,8 @@ class Peers:
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
         """Nothing is read meanwhile."""
-        begun, over = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            begun.set()
-            over.wait(PATIENCE_S)
-
-        self.connections._listener.call(wait)
-        begun.wait(PATIENCE_S)
-        yield
-        over.set()
+        with self.connections.inbox._turn:
+            yield
 
     def collect(self, number: int) -> list[Any]:
         return [self.connections.inbox.get(PATIENCE_S) for _ in range(number)]
@@ -621,6 +623,29 @@ def test_last_words_come_before_the_death(peers: Peers) -> None:
     got = peers.collect(101)
     assert got[:100] == list(range(100))
     assert isinstance(got[100], TrainerExited)
+
+
+def test_a_trainer_is_started_before_it_is_ready_and_never_ready_after_its_death(
+    peers: Peers,
+) -> None:
+    """Each says so on a connection of its own."""
+    with contextlib.closing(peers.connect()) as next_:
+        with peers.held_up():
+            next_.send(ready(8))
+            peers.agent.send(started := TrainerStarted(device=0, process=ProcessId(AGENT, 8)))
+        assert peers.collect(2) == [started, ready(8)]
+    with contextlib.closing(peers.connect()) as late:
+        peers.agent.send(exited(9))
+        assert peers.collect(1) == [exited(9)]
+        late.send(ready(9))
+        peers.agent.send("goes on")
+        assert peers.collect(1) == ["goes on"]
+        with pytest.raises((EOFError, OSError)):
+            late.receive()
+    with contextlib.closing(peers.connect()) as again:
+        peers.agent.send(started := TrainerStarted(device=0, process=ProcessId(AGENT, 9)))
+        again.send(ready(9))  # the number is used again
+        assert peers.collect(2) == [started, ready(9)]
 
 
 def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
@@ -720,7 +745,7 @@ def test_what_goes_wrong_while_it_is_waited_is_told_to_whoever_takes(peers: Peer
     def fail() -> None:
         raise ValueError("what was not foreseen")
 
-    peers.connections._listener.call(fail)
+    peers.connections.inbox.call_later(0.0, fail)
     for _ in range(2):
         with pytest.raises(LaunchError, match="ValueError: what was not foreseen"):
             peers.connections.inbox.get(PATIENCE_S)
@@ -786,7 +811,7 @@ def test_a_stranger_is_told_of_once_and_not_with_the_token() -> None:
             sock.sendall(b"let me in")
             assert hangs_up(sock)
     text = connections.inbox.get(PATIENCE_S)
-    connections.close()
     assert "A stranger was refused" in text
     assert connections.invitation.token not in text
     assert connections.inbox.get(0.0) is None
+    connections.close()

@@ -255,20 +255,20 @@ class Runtime:
             events.append(DeviceLeaving(device=device))
         return events
 
-    def rank_ended(self, message: Ended) -> list[Event]:
+    def rank_ended(self, message: Ended) -> None:
         """Note what the end of a rank says of its trainer and its device."""
         if message.has_device_failed:
             problem = message.error.description if message.error is not None else ""
             self.exclusion.device_failed(message.device, problem)
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
             self.faults.worked(message.device)
-        process = self.trainers.process_on(message.device) if message.is_last else None
-        return [] if process is None else self.trainers.retire(message.device, process)
+        if message.is_last and (process := self.trainers.process_on(message.device)) is not None:
+            self.trainers.retire(message.device, process)
 
     def kill(self, device: int) -> None:
         """Kill the trainer of a device; its successor announces itself."""
         if (process := self.trainers.process_on(device)) is not None:
-            self.exclusion.kill(device, process)
+            self.exclusion.kill(process)
 
     @property
     def are_starting(self) -> bool:
