@@ -26,15 +26,15 @@ from hypothesis import strategies as st
 from optuna_fleet.exceptions import LaunchError, ProtocolError
 from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import machine
-from optuna_fleet.executor.fleet import listener as listeners
 from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
-from optuna_fleet.executor.fleet.inbox import Inbox
-from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
+from optuna_fleet.wire import listener as listeners
 from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.credentials import make_credentials, tls_context
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,

@@ -17,7 +17,7 @@ from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.fleet.inbox import Inbox
+from optuna_fleet.wire.inbox import Inbox
 
 _AT_ONCE = 256
 """So many events are taken, and then it is looked at what no event tells of."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import cause_of_death
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 
@@ -38,14 +38,6 @@ def agent_ended(node: str, exit_code: int, *, is_replaced: bool) -> Departure:
     return Departure(node=node, cause=cause, exit_code=exit_code, is_replaced=is_replaced)
 
 
-class Inbox(Protocol):
-    """Where a driver hears of departures, from any thread or signal handler."""
-
-    def put(self, event: Departure | LaunchError) -> None:
-        """Tell the driver; an error says that no agent can be placed, now or later."""
-        ...
-
-
 @runtime_checkable
 class Engine(Protocol):
     """Places agents on nodes. An agent joins by itself, and ends when its channel closes.
@@ -68,7 +60,8 @@ class Engine(Protocol):
     def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """Begin to place agents that join this driver, on as many nodes as there are.
 
-        The inbox is told of each node that leaves or will, once.
+        What is put into the inbox, from any thread or signal handler: a `Departure` of each node
+        that leaves or will, once; a `LaunchError` if no agent can be placed, now or later.
 
         Raises:
             LaunchError: That is not possible.

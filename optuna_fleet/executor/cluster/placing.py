@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.engine import Engine, Inbox
+from optuna_fleet.executor.cluster.engine import Engine
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 

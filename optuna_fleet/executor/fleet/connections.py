@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from optuna_fleet.executor.fleet.addresses import own_addresses
-from optuna_fleet.executor.fleet.inbox import Inbox
-from optuna_fleet.executor.fleet.listener import Listener
+from optuna_fleet.wire.addresses import own_addresses
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.credentials import make_credentials
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.messages import TrainerReady, TrainerUnfit
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.resources import Device
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.node_messages import AgentJoining, ProcessId
 
 LEASE_S = 10.0

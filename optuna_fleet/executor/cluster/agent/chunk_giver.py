@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from optuna_fleet.executor.cluster.agent.kept import Kept
-from optuna_fleet.executor.fleet.inbox import Inbox
-from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
+from optuna_fleet.wire.inbox import Inbox
+from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
 
 _READER = "other nodes"

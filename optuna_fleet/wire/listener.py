@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.wire.channel import HANDSHAKE_LIMIT_S, HELLO, Channel
 from optuna_fleet.wire.credentials import tls_context
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import join_address
 
 _BACKLOG = 1024

@@ -95,6 +95,12 @@ class Inbox:
 
     def when_readable(self, what: Readable, event: Any) -> None:
         """Put an event once this is readable, or its other end is gone."""
+        self.call_when_readable(what, self._there.append, event)
+
+    def call_when_readable(
+        self, what: Readable, function: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Call something then."""
         number = os.dup(what.fileno())  # which stays valid, whatever becomes of it
         self._copies.add(number)
 
@@ -102,7 +108,7 @@ class Inbox:
             self.unwatch(number)
             self._copies.discard(number)
             os.close(number)
-            self._there.append(event)
+            function(*arguments)
 
         self.call_later(0.0, self.watch, number, select.EPOLLIN, told)
 
