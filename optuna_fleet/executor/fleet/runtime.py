@@ -26,7 +26,6 @@ from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
-from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
@@ -48,6 +47,7 @@ from optuna_fleet.wire.node_messages import (
     TrainerExited,
     TrainerStarted,
 )
+from optuna_fleet.wire.transfer import TransferServer
 
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 10.0
