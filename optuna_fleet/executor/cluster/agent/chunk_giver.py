@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from optuna_fleet.executor.cluster.agent.kept import Kept
+from optuna_fleet.executor.cluster.agent.children import Kept
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.exchange.peers import Peers
