@@ -112,7 +112,7 @@ class Nodes:
         while True:
             time.sleep(SIGN_EVERY_S - time.time() % SIGN_EVERY_S)
             for agent in agents:
-                agent.channel.post(SignOfLife(agent=agent.agent))
+                agent.channel.post(SignOfLife())
 
     def _beat(self, number: int, every_s: float, peer: Peer) -> None:
         """All at full intervals of the clock, as they do it."""

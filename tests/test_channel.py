@@ -26,19 +26,17 @@ from hypothesis import strategies as st
 from optuna_fleet.exceptions import LaunchError, ProtocolError
 from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import machine
-from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
+from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire import listener as listeners
 from optuna_fleet.wire.channel import HELLO, Channel, connect
-from optuna_fleet.wire.credentials import make_credentials, tls_context
 from optuna_fleet.wire.inbox import Inbox
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials, tls_context
 from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
-    ConnectionEnded,
     ProcessId,
     SignOfLife,
     TrainerExited,
@@ -730,14 +728,14 @@ def test_an_agent_is_silent_only_if_nothing_came_however_long_nobody_read(peers:
     """A driver that was stopped finds the signs of life in its sockets."""
     connections = peers.connections
     connections.keep_leases(1.0)
-    peers.agent.send(SignOfLife(agent=AGENT))
+    peers.agent.send(SignOfLife())
     assert peers.agent.receive() == SignOfLife()  # both ways
     with peers.held_up():
         threading.Event().wait(2.5)  # by now it is due to look who is silent
-        peers.agent.send(SignOfLife(agent=AGENT))
+        peers.agent.send(SignOfLife())
         peers.agent.send("here")
     assert peers.collect(1) == ["here"]
-    assert peers.collect(1) == [AgentSilent(agent=AGENT)]
+    assert peers.collect(1) == [AgentUnheard(agent=AGENT, cause="nothing was heard of it for 1 s")]
     assert connections.inbox.get(0.0) is None
 
 
@@ -800,7 +798,7 @@ def test_a_message_that_only_another_version_knows_cuts_its_sender_off(peers: Pe
     peers.agent.post_bytes(b"coptuna_fleet.wire.messages\nNewerThanThis\n.")
     text, ended = peers.collect(2)
     assert "has another version of optuna_fleet" in text
-    assert ended == ConnectionEnded(agent=AGENT)
+    assert ended == AgentUnheard(agent=AGENT, cause="its connection ended")
 
 
 def test_a_stranger_is_told_of_once_and_not_with_the_token() -> None:

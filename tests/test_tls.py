@@ -19,8 +19,7 @@ from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.wire import addresses
 from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire.channel import connect
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 from tests.test_channel import OTHERS, PATIENCE_S, Welcomed
 
 MARK = b"the objective, in the clear"

@@ -19,9 +19,8 @@ from functools import partial
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.wire.channel import HANDSHAKE_LIMIT_S, HELLO, Channel
-from optuna_fleet.wire.credentials import tls_context
 from optuna_fleet.wire.inbox import Inbox
-from optuna_fleet.wire.invitation import join_address
+from optuna_fleet.wire.invitation import join_address, tls_context
 
 _BACKLOG = 1024
 _MAX_APPLICANTS = 128

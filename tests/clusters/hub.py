@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.inbox import Inbox
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 
 AGENT = (sys.executable, str(Path(__file__).with_name("stub_agent.py")))
 

@@ -14,15 +14,13 @@ from typing import Any
 
 from optuna_fleet.wire.addresses import own_addresses
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.credentials import make_credentials
 from optuna_fleet.wire.inbox import Inbox
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 from optuna_fleet.wire.listener import Listener
-from optuna_fleet.wire.messages import TrainerReady, TrainerUnfit
+from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
     AgentJoining,
-    ConnectionEnded,
     ProcessId,
     SignOfLife,
     TrainerExited,
@@ -32,13 +30,15 @@ from optuna_fleet.wire.transfer import OpenTransfer
 
 _ALL = ("", "*", "0.0.0.0", "::")
 _MOST_DESCRIPTORS = 65_536
+_CAUSE_LIMIT_S = 0.5  # after the end of a connection, in which the engine may say why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSilent:
-    """Nothing was heard of an agent for as long as its lease."""
+class AgentUnheard:
+    """An agent says nothing more, for a `cause` in words."""
 
     agent: str
+    cause: str
 
 
 @dataclass(slots=True, eq=False)
@@ -114,11 +114,6 @@ class Connections:
         channel = self.agents.get(agent)
         return channel is None or channel.has_hung_up
 
-    def last_heard(self, agent: str) -> float:
-        """When an agent last gave a sign of life; infinite if it is not up, or not there."""
-        peer = self._peers.get(self.agents.get(agent))  # type: ignore[arg-type]
-        return math.inf if peer is None else peer.heard
-
     def cut(self, agent: str) -> None:
         """End the connection of an agent, whose end is read like any other."""
         if (channel := self.agents.get(agent)) is not None:
@@ -189,7 +184,7 @@ class Connections:
             case AgentJoining():
                 self.agents[message.agent] = peer.channel
                 peer.agent = message.agent
-            case TrainerReady(process=process) | TrainerUnfit(process=process):
+            case TrainerReady(process=process):
                 self._read(self._at(self.agents.get(process.agent)), is_all=True)
                 if process in self._dead:
                     self._drop(peer)
@@ -216,7 +211,8 @@ class Connections:
         elif self.agents.get(peer.agent) is peer.channel:
             del self.agents[peer.agent]
             self._dead = {process for process in self._dead if process.agent != peer.agent}
-            self.inbox.put(ConnectionEnded(agent=peer.agent))
+            ended = AgentUnheard(agent=peer.agent, cause="its connection ended")
+            self.inbox.later(_CAUSE_LIMIT_S, ended)
 
     def _forget(self, peer: _Peer) -> None:
         self.inbox.unwatch(peer.channel.fileno())
@@ -240,7 +236,8 @@ class Connections:
             peer = self._peers[channel]
             if peer.heard <= self.inbox.now - self._lease_s:
                 peer.heard = math.inf
-                self.inbox.put(AgentSilent(agent=agent))
+                cause = f"nothing was heard of it for {self._lease_s:g} s"
+                self.inbox.put(AgentUnheard(agent=agent, cause=cause))
         self.inbox.call_later(SIGN_EVERY_S, self._give_signs)
 
 

@@ -22,9 +22,6 @@ LEASE_S = 10.0
 DRIVER_LEASE_S = 6.0
 """Seconds without a word from the driver after which an agent ends, and all its children."""
 
-CAUSE_LIMIT_S = 0.5
-"""For so long after a connection's end the engine may say what became of the agent."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Node:

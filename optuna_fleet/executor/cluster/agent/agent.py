@@ -202,7 +202,7 @@ class Agent:
             raise TimeoutError(f"nothing was heard of it for {silence_s:g} s")
         if now - self._said >= SIGN_EVERY_S:
             self._said = now
-            self._channel.send(SignOfLife(agent=self._name))
+            self._channel.send(SignOfLife())
 
     def _look_after(self) -> None:
         self._keep_lease()
