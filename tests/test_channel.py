@@ -705,7 +705,7 @@ def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers
         peers.trainer.send(number)
     peers.agent.send("of the agent")
     peers.connections.give_up(AGENT, "lost")
-    got = peers.collect(503)
+    got = peers.collect(502)
     assert [one for one in got if isinstance(one, int)] == list(range(500))
     assert "of the agent" in got[:-1]
     assert got[-1] == "lost"
