@@ -18,8 +18,13 @@ from typing import Any
 from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, agent_ended
-from optuna_fleet.executor.cluster.placing import PlacingEngine
+from optuna_fleet.executor.cluster.engine import (
+    Cluster,
+    Departure,
+    Engine,
+    PlacingEngine,
+    agent_ended,
+)
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import dying_with_parent
 from optuna_fleet.wire.invitation import Invitation
@@ -181,7 +186,7 @@ class RayEngine(PlacingEngine):
         devices = [f"--device-type={kind}"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
         run = actor.run.remote([*self._agent, "--name", name, *devices], self._environment)
         self._actors[name] = actor, run.future()
-        self._actors[name][1].add_done_callback(lambda end: self._heard.put(None))
+        self._actors[name][1].add_done_callback(lambda end: self._roused.set())
 
     def _await(self, number: int, nodes: list[str]) -> None:
         """Have so many actors wait for nodes beside these."""
