@@ -26,21 +26,21 @@ from hypothesis import strategies as st
 from optuna_fleet.exceptions import LaunchError, ProtocolError
 from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import machine
-from optuna_fleet.executor.fleet import listener as listeners
-from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
-from optuna_fleet.executor.fleet.listener import Listener
+from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
+from optuna_fleet.wire import listener as listeners
 from optuna_fleet.wire.channel import HELLO, Channel, connect
-from optuna_fleet.wire.credentials import make_credentials, tls_context
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.inbox import Inbox
+from optuna_fleet.wire.invitation import Invitation, make_credentials, tls_context
+from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
-    ConnectionEnded,
     ProcessId,
     SignOfLife,
     TrainerExited,
+    TrainerStarted,
 )
 
 CREDENTIALS, OTHERS = make_credentials(), make_credentials()
@@ -53,8 +53,8 @@ def ready(pid: int) -> TrainerReady:
     return TrainerReady(device=0, process=ProcessId(AGENT, pid))
 
 
-def exited(cause: str = "signal SIGKILL") -> TrainerExited:
-    return TrainerExited(device=0, process=ProcessId(AGENT, 7), cause=cause)
+def exited(pid: int = 7) -> TrainerExited:
+    return TrainerExited(device=0, process=ProcessId(AGENT, pid), cause="signal SIGKILL")
 
 
 def joining() -> AgentJoining:
@@ -75,11 +75,19 @@ class Welcomed:
     def __init__(self, credentials: bytes = CREDENTIALS) -> None:
         self.channels: queue.Queue[Channel] = queue.Queue()
         self.lines: queue.Queue[str] = queue.Queue()
-        self.listener = Listener("127.0.0.1", credentials, self.channels.put, self.lines.put)
+        self._inbox = Inbox()
+        self.listener = Listener(
+            *(self._inbox, "127.0.0.1", credentials, self.channels.put, self.lines.put)
+        )
+        self._thread = threading.Thread(target=self._inbox.get)
+        self._thread.start()
         self.address = (self.listener.host, self.listener.port)
         self.invitation = Invitation(addresses=(self.address,), credentials=credentials)
 
     def close(self) -> None:
+        self._inbox.put("the end")
+        self._thread.join()
+        self._inbox.close()
         self.listener.close()
         while not self.channels.empty():  # let in, and gone before it heard of it
             self.channels.get().close()
@@ -429,16 +437,16 @@ class Bomb:
 
 def test_a_closed_listener_leaves_neither_port_nor_thread() -> None:
     before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    listener = Listener("127.0.0.1", CREDENTIALS, lambda channel: None)
-    with stranger((listener.host, listener.port)) as sock:
+    welcomed = Welcomed()
+    with stranger(welcomed.address) as sock:
         sock.sendall(client_hello())
         assert sock.recv(1)  # a handshake is under way
-        listener.close()
+        welcomed.close()
         assert hangs_up(sock)
     assert set(threading.enumerate()) <= before
     assert set(os.listdir("/proc/self/fd")) <= files
     with pytest.raises(ConnectionRefusedError):
-        stranger((listener.host, listener.port))
+        stranger(welcomed.address)
 
 
 def test_a_fleet_may_have_as_many_connections_as_its_machine_allows() -> None:
@@ -587,16 +595,8 @@ class Peers:
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
         """Nothing is read meanwhile."""
-        begun, over = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            begun.set()
-            over.wait(PATIENCE_S)
-
-        self.connections._listener.call(wait)
-        begun.wait(PATIENCE_S)
-        yield
-        over.set()
+        with self.connections.inbox._turn:
+            yield
 
     def collect(self, number: int) -> list[Any]:
         return [self.connections.inbox.get(PATIENCE_S) for _ in range(number)]
@@ -621,6 +621,29 @@ def test_last_words_come_before_the_death(peers: Peers) -> None:
     got = peers.collect(101)
     assert got[:100] == list(range(100))
     assert isinstance(got[100], TrainerExited)
+
+
+def test_a_trainer_is_started_before_it_is_ready_and_never_ready_after_its_death(
+    peers: Peers,
+) -> None:
+    """Each says so on a connection of its own."""
+    with contextlib.closing(peers.connect()) as next_:
+        with peers.held_up():
+            next_.send(ready(8))
+            peers.agent.send(started := TrainerStarted(device=0, process=ProcessId(AGENT, 8)))
+        assert peers.collect(2) == [started, ready(8)]
+    with contextlib.closing(peers.connect()) as late:
+        peers.agent.send(exited(9))
+        assert peers.collect(1) == [exited(9)]
+        late.send(ready(9))
+        peers.agent.send("goes on")
+        assert peers.collect(1) == ["goes on"]
+        with pytest.raises((EOFError, OSError)):
+            late.receive()
+    with contextlib.closing(peers.connect()) as again:
+        peers.agent.send(started := TrainerStarted(device=0, process=ProcessId(AGENT, 9)))
+        again.send(ready(9))  # the number is used again
+        assert peers.collect(2) == [started, ready(9)]
 
 
 def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
@@ -682,7 +705,7 @@ def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers
         peers.trainer.send(number)
     peers.agent.send("of the agent")
     peers.connections.give_up(AGENT, "lost")
-    got = peers.collect(503)
+    got = peers.collect(502)
     assert [one for one in got if isinstance(one, int)] == list(range(500))
     assert "of the agent" in got[:-1]
     assert got[-1] == "lost"
@@ -705,14 +728,14 @@ def test_an_agent_is_silent_only_if_nothing_came_however_long_nobody_read(peers:
     """A driver that was stopped finds the signs of life in its sockets."""
     connections = peers.connections
     connections.keep_leases(1.0)
-    peers.agent.send(SignOfLife(agent=AGENT))
+    peers.agent.send(SignOfLife())
     assert peers.agent.receive() == SignOfLife()  # both ways
     with peers.held_up():
         threading.Event().wait(2.5)  # by now it is due to look who is silent
-        peers.agent.send(SignOfLife(agent=AGENT))
+        peers.agent.send(SignOfLife())
         peers.agent.send("here")
     assert peers.collect(1) == ["here"]
-    assert peers.collect(1) == [AgentSilent(agent=AGENT)]
+    assert peers.collect(1) == [AgentUnheard(agent=AGENT, cause="nothing was heard of it for 1 s")]
     assert connections.inbox.get(0.0) is None
 
 
@@ -720,7 +743,7 @@ def test_what_goes_wrong_while_it_is_waited_is_told_to_whoever_takes(peers: Peer
     def fail() -> None:
         raise ValueError("what was not foreseen")
 
-    peers.connections._listener.call(fail)
+    peers.connections.inbox.call_later(0.0, fail)
     for _ in range(2):
         with pytest.raises(LaunchError, match="ValueError: what was not foreseen"):
             peers.connections.inbox.get(PATIENCE_S)
@@ -775,7 +798,7 @@ def test_a_message_that_only_another_version_knows_cuts_its_sender_off(peers: Pe
     peers.agent.post_bytes(b"coptuna_fleet.wire.messages\nNewerThanThis\n.")
     text, ended = peers.collect(2)
     assert "has another version of optuna_fleet" in text
-    assert ended == ConnectionEnded(agent=AGENT)
+    assert ended == AgentUnheard(agent=AGENT, cause="its connection ended")
 
 
 def test_a_stranger_is_told_of_once_and_not_with_the_token() -> None:
@@ -786,7 +809,7 @@ def test_a_stranger_is_told_of_once_and_not_with_the_token() -> None:
             sock.sendall(b"let me in")
             assert hangs_up(sock)
     text = connections.inbox.get(PATIENCE_S)
-    connections.close()
     assert "A stranger was refused" in text
     assert connections.invitation.token not in text
     assert connections.inbox.get(0.0) is None
+    connections.close()

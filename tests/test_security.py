@@ -25,10 +25,9 @@ import pytest
 
 import optuna_fleet
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.executor.fleet import listener
+from optuna_fleet.wire import listener
 from optuna_fleet.wire.channel import HELLO, connect
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 from tests.fleets import Leg, fleet_of, train
 from tests.waiting import until
 

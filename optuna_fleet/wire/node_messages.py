@@ -59,12 +59,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class SignOfLife:
-    """Both ways, every second, where agents have leases: silence means that the other is gone.
-
-    `agent`: which one gives it; "" for the driver.
-    """
-
-    agent: str = ""
+    """Both ways, every second, where agents have leases: silence means that the other is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +187,6 @@ class TrainerExited:
     process: ProcessId
     cause: str
     out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionEnded:
-    """The connection of an agent ended. Nobody sends it: `Connections` makes it."""
-
-    agent: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

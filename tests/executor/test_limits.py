@@ -30,7 +30,7 @@ from optuna_fleet import (
 from optuna_fleet.events import Ending, Launch
 from optuna_fleet.executor.call import parts, performer
 from optuna_fleet.executor.call.watchdog import Broken, Hung, Watchdog
-from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
+from optuna_fleet.executor.cluster.agent.children import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer import heartbeat

@@ -14,7 +14,7 @@ from pipeline_harness import Agent, Forked
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange import PATIENCE_S, Peers, Plan
-from optuna_fleet.wire.credentials import make_credentials
+from optuna_fleet.wire.invitation import make_credentials
 
 CREDENTIALS, OTHERS = make_credentials(), make_credentials()
 

@@ -10,7 +10,6 @@ from typing import Any
 from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import SamplerReady
-from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -25,6 +24,7 @@ from optuna_fleet.wire.calls import (
     Report,
     ShouldPrune,
 )
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 

@@ -16,6 +16,7 @@ from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.wire.inbox import Inbox
 
 _AT_ONCE = 256
 """So many events are taken, and then it is looked at what no event tells of."""
@@ -37,7 +38,7 @@ class Driver:
         self._receiver = Receiver(parts)
         self._performer = Performer(parts)
         self._events: list[Event] = []
-        self.interrupts = Interrupts()
+        self.interrupts = Interrupts(parts.runtime.inbox)
         self.has_freed_devices = False
 
     def run(self) -> None:
@@ -140,10 +141,12 @@ class Interrupts:
     """While entered, a Ctrl-C that was dropped is remembered.
 
     Python drops what is raised while a finalizer or the callback of a weak reference runs, as they
-    do each time that a database's cursor is let go of.
+    do each time that a database's cursor is let go of. And nothing is raised where a message could
+    be lost by it that was read already.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
         self._came = False
 
     def __enter__(self) -> None:
@@ -158,7 +161,9 @@ class Interrupts:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._came = True
-        raise KeyboardInterrupt
+        if not self._inbox.is_at_work:
+            raise KeyboardInterrupt
+        self._inbox.put(None)  # whoever takes comes back to `check`
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one came, which can only have been dropped."""

@@ -169,7 +169,8 @@ class Receiver:
         lost: list[Event] = []
         if message.is_last:  # before anything else is launched there
             lost = [*self._device_lost(device), DeviceLost(device=device)]
-        news = [ended, *lost, *self._runtime.rank_ended(message)]
+        self._runtime.rank_ended(message)
+        news = [ended, *lost]
         if message.has_device_failed and message.error is not None:
             return self._lost(run, device, message.error.description) + news
         if message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
