@@ -2,9 +2,7 @@
 
 - `runtime` joins the rest. `agents` and `nodes`: who joins, is silent, leaves. `trainers`: the
   life of the processes on devices. `faults`: who is left out.
-- `inbox`: where the caller waits for all that happens, messages, departures and times. `listener`
-  lets in who knocks; `connections`: who is at their other ends.
-- `transfer_server`: checkpoints and data sets.
+- `connections`: who is at the other ends of the sockets that `wire` watches.
 - `rendezvous`: where ranks find each other. `sharing`: which nodes exchange what is preprocessed.
 - `capacity`: what preprocessors give.
 """
