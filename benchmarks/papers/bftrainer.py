@@ -404,8 +404,8 @@ def _figure10(milp: Sequence[float], heuristic: Sequence[float]) -> Iterator[Row
         "candidate: the paper's mean is that of the whole week, as in Fig. 9"
     )
     level = (
-        f"in {sum(gain < 1 for gain in gains)} windows of {len(gains)} the heuristic is level or "
-        "ahead: the optimum is that of a decision, not of what comes later"
+        f"of {len(gains)} windows, {sum(gain < 1 for gain in gains)} in which the heuristic is "
+        "level or ahead: the optimum is that of a decision, not of what comes later"
     )
     best = f"U of the best of {len(milp)} windows of six hours"
     yield _row("Fig. 10", best, 90.0, max(milp), "%")
