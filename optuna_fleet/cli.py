@@ -21,9 +21,6 @@ from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.executor.deciding.trials import PARADIGMS
 from optuna_fleet.policies import Policy
-from optuna_fleet.replay.ensemble import load_ensemble
-from optuna_fleet.replay.fields import LARGEST, MOST
-from optuna_fleet.replay.jobs import MIXES, load_jobs
 from optuna_fleet.replay.policy_options import add_policies, policies_given
 from optuna_fleet.replay.report import lines, rows, save_gantt
 from optuna_fleet.replay.scenarios import (
@@ -35,7 +32,8 @@ from optuna_fleet.replay.scenarios import (
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
-from optuna_fleet.replay.workload import SimulatedTrial
+from optuna_fleet.replay.trial_files import MIXES, load_ensemble, load_jobs
+from optuna_fleet.replay.workload import LARGEST, MOST, SimulatedTrial
 from optuna_fleet.visualization.top import add_top
 
 Simulated = Callable[[Policy], tuple[dict[str, Any], Outcome]]

@@ -294,12 +294,12 @@ def test_wrong_options_of_replay_are_refused(
 def test_wrong_files_are_refused(ensemble: str, trace: str, jobs: str, capsys: Any) -> None:
     simulated = ("simulate", trace, "--devices", "2")
     assert f"{trace} is not JSON" in refusal_of(capsys, *simulated)
-    assert "has no field `samples_per_epoch`" in refusal_of(
+    assert "there is no field 'samples_per_epoch'" in refusal_of(
         capsys, "simulate", jobs, "--devices", "2"
     )
     assert f"{jobs} is not a NumPy archive" in refusal_of(capsys, "replay", jobs, jobs)
     assert f"{trace}.gone can't be read" in refusal_of(capsys, "replay", f"{trace}.gone", jobs)
-    assert "has no field `hpo_shufflenet`" in refusal_of(capsys, "replay", trace, ensemble)
+    assert "there is no field 'hpo_shufflenet'" in refusal_of(capsys, "replay", trace, ensemble)
 
 
 def test_an_agent_says_that_there_is_no_such_file(capsys: Any) -> None:

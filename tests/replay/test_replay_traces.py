@@ -14,10 +14,10 @@ import pytest
 
 from optuna_fleet.cli import main
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.recording import Recording, idle_nodes
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import NodeTrace, load_trace, save_trace, trace_statistics
+from optuna_fleet.replay.trial_files import load_jobs
 
 SINFO = """#!/bin/sh
 count=$(($(cat "$0.count" 2>/dev/null || echo 0) + 1))
