@@ -253,20 +253,18 @@ def test_a_repeated_trace_begins_again_with_the_same_idle_nodes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"time_s": None}, " has no array `time_s`."),
-        ({"time_s": np.zeros((3, 1))}, "`time_s` has dtype float64 and 2 dimensions, but must"),
-        ({"time_s": np.array(["a", "b", "c"])}, "`time_s` has dtype <U1 and 1 dimensions"),
+        ({"time_s": None}, " has no array `time_s` of one dimension."),
+        ({"time_s": np.zeros((3, 1))}, " has no array `time_s` of one dimension."),
+        ({"time_s": np.array(["a", "b", "c"])}, " is no trace: could not convert string"),
         ({"time_s": np.array([0.0])}, "`time_s` must have at least 2 entries"),
-        ({"time_s": np.array([0.0, 5.0, 5.0])}, "`time_s` must rise from event to event"),
+        ({"time_s": np.array([0.0, 5.0, 5.0])}, "rising from 0 or more"),
         ({"time_s": np.array([0.0, NAN, 6.0])}, "rising from 0 or more"),
         ({"initial_idle": np.ones(2, bool)}, "`initial_idle` must have an entry for each node"),
         ({"change_node": np.array([0, 1])}, "all arrays of changes as many"),
         ({"change_event": np.array([2, 1, 2])}, "`change_event` must not fall"),
         ({"change_node": np.array([0, 1, 3])}, "`change_node` must count the nodes from 0"),
-        ({"change_node": np.array([0.0, 1.0, 0.0])}, "`change_node` has dtype float64"),
-        ({"change_delta": np.array([-1, 2, 1])}, "`change_delta` must be +1 and -1 in turn"),
-        ({"change_delta": np.array([-1, 1, -1])}, "`change_delta` must be +1 and -1 in turn"),
-        ({"node_name": np.array([1, 2, 3])}, "`node_name` has dtype int64"),
+        ({"change_delta": np.array([-1, 2, 1])}, "`change_delta` must be +1, -1 in turn"),
+        ({"change_delta": np.array([-1, 1, -1])}, "`change_delta` must be +1, -1 in turn"),
     ],
 )
 def test_wrong_arrays_of_a_trace(changes, line, tmp_path):
