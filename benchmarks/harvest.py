@@ -40,11 +40,11 @@ from optuna_fleet.executor.cluster.agent.entry import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.policies import Own
-from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.progress import Progress
 from optuna_fleet.replay.report import utilisation
 from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace, load_trace
+from optuna_fleet.replay.trial_files import load_jobs
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.wire.inbox import Inbox

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
-import functools
-import inspect
 import math
 import numbers
 import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
-
-_Given = ParamSpec("_Given")
-_Options = TypeVar("_Options")
 
 
 def check_number(
@@ -62,6 +59,22 @@ def check_number(
         wanted = " and ".join([" ".join([kind, *bounds[:1]]), *bounds[1:]])
         or_none = ", or None" if optional else ""
         raise FleetConfigError(f"`{name}` is {value!r}, but must be {wanted}{or_none}.")
+
+
+def number_of(*, whole: bool = False, **limits: float) -> Callable[[str], Any]:
+    """Return a `type=` for argparse: a number within these limits, as `check_number` has them."""
+
+    def number(text: str) -> Any:
+        value: Any = text
+        with contextlib.suppress(ValueError):
+            value = int(text) if whole else float(text)
+        try:
+            check_number("the value", value, whole=whole, **limits)  # type: ignore[arg-type]
+        except FleetConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return value
+
+    return number
 
 
 def plain(number: Any) -> Any:
@@ -115,28 +128,6 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a question after the argument that was probably meant, or ""."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean `{near[0]}`?" if near else ""
-
-
-def asks_what_was_meant(init: Callable[_Given, None]) -> Callable[_Given, None]:
-    """Decorate an `__init__`: its error for an unknown argument names the one that is like it."""
-    known = list(inspect.signature(init).parameters)
-
-    @functools.wraps(init)
-    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
-        for name in kwargs:
-            if name not in known and (question := did_you_mean(name, known)):
-                kind = type(args[0]).__name__
-                raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}{question}")
-        init(*args, **kwargs)
-
-    return checked
-
-
-def suggests_options(cls: type[_Options]) -> type[_Options]:
-    """Decorate a class of options with `asks_what_was_meant`."""
-    init: Any = cls.__init__
-    cls.__init__ = asks_what_was_meant(init)  # type: ignore[method-assign]
-    return cls
 
 
 def path(name: str, given: Any, kind: str = "folder") -> Path:

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from optuna_fleet.arguments import check_number, path, suggests_options
+from optuna_fleet.arguments import check_number, path
 
 NUM_HEARTBEATS = 4
 """Signs of life that a rank gives within the time after which it counts as hung."""
@@ -18,7 +18,6 @@ _SHORTEST_START_S = 60.0  # it imports torch
 _SHORTEST_HEARTBEAT_S = 0.02
 
 
-@suggests_options
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """Where and when trials are checkpointed, and what they leave behind.
@@ -52,7 +51,6 @@ class Checkpoints:
         check_number("max_bytes", self.max_bytes, above=0, optional=True)
 
 
-@suggests_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What trials may take, and how long is waited for what is gone.
@@ -113,7 +111,6 @@ class Limits:
         return min(wanted_s, _LONGEST_HEARTBEAT_S)
 
 
-@suggests_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
     """Checks of whether trials give the same on several devices, and when they are moved.

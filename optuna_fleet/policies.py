@@ -27,7 +27,6 @@ from optuna_fleet.arguments import (
     check_that,
     did_you_mean,
     is_a,
-    suggests_options,
 )
 from optuna_fleet.executor.deciding.trials import PARADIGMS, Paradigm, PolicyRules
 
@@ -94,7 +93,6 @@ class Policy:
         return PolicyRules(**own, looks_ahead=self.looks_ahead, **more)
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Policy):
     """One device for each trial.
@@ -122,7 +120,6 @@ class Baseline(Policy):
         return SingleDeviceAllocator(seed=seed)
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Homogeneous(Policy):
     """Trials that all have the same number of devices, and end together (Pittman et al.)."""
@@ -136,7 +133,6 @@ class Homogeneous(Policy):
         return HomogeneousAllocator(seed=seed)
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class FleetG(Policy):
     """FLEET's allocation in rounds, as published (FLEET 4.3.2).
@@ -159,7 +155,6 @@ class FleetG(Policy):
         return FleetAllocator(delta=self.delta)
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class FleetL(FleetG):
     """FLEET's allocation of freed devices, as published (FLEET 4.3.3)."""
@@ -167,7 +162,6 @@ class FleetL(FleetG):
     paradigm: Paradigm = "local"
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Greedy(Policy):
     """Rounds, planned by a heuristic."""
@@ -175,7 +169,6 @@ class Greedy(Policy):
     allocator_type: ClassVar[type[Allocator]] = GreedyAllocator
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Mip(Policy):
     """Rounds, planned with python-mip."""
@@ -183,7 +176,6 @@ class Mip(Policy):
     allocator_type: ClassVar[type[Allocator]] = MipAllocator
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class EqualSplit(Policy):
     """As many devices for everyone, re-decided at each event."""
@@ -193,7 +185,6 @@ class EqualSplit(Policy):
     moves_within_epochs: bool = True
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Policy):
     """All widths re-decided at each event (BFTrainer, section 3).
@@ -219,7 +210,6 @@ class Elastic(Policy):
         return ElasticAllocator(objective=self.objective, forward_looking_s=self.forward_looking_s)
 
 
-@suggests_options
 @dataclass(frozen=True, kw_only=True)
 class Own(Policy):
     """An allocator of your own, or one of `optuna_fleet.alloc` with options of its own.

@@ -91,18 +91,6 @@ def test_a_wrong_argument_is_named_with_what_was_wanted(kind, arguments, complai
     assert complaint in str(caught.value)
 
 
-def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
-    words = r"FleetExecutor\(\) got an unexpected .*'checkpoint'; did you mean `checkpoints`"
-    with pytest.raises(TypeError, match=words):
-        FleetExecutor(checkpoint="x")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Limits\(\) got .*'hangs_s'; did you mean `hang_s`"):
-        Limits(hangs_s=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Mip\(\) got .*'alphas'; did you mean `alpha`"):
-        Mip(alphas=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"'colour'$"):
-        FleetExecutor(colour="x")  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

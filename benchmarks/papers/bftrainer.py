@@ -24,13 +24,13 @@ from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
 from benchmarks.problems import random_problem
 from optuna_fleet.alloc import ElasticAllocator
 from optuna_fleet.policies import Elastic
-from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.progress import Progress
 from optuna_fleet.replay.report import utilisation
 from optuna_fleet.replay.scenarios import TraceScenario, trace_report
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.synthetic import SUMMIT_NODES
 from optuna_fleet.replay.trace import NodeTrace, load_trace, trace_statistics
+from optuna_fleet.replay.trial_files import load_jobs
 from optuna_fleet.replay.workload import SimulatedTrial
 
 TITLE = "BFTrainer"

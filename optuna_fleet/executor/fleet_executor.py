@@ -9,7 +9,7 @@ from typing import Any
 
 import optuna
 
-from optuna_fleet.arguments import asks_what_was_meant, plain
+from optuna_fleet.arguments import plain
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.executor.call.summary import FleetSummary
@@ -69,7 +69,6 @@ class FleetExecutor:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
     """
 
-    @asks_what_was_meant
     def __init__(
         self,
         pipeline: SharedPipeline | None = None,

@@ -1,8 +1,9 @@
-"""Recorded idle nodes: which came and went, and when."""
+"""Idle nodes: which came and went, and when; read, written, and recorded from Slurm's `sinfo`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,16 +149,20 @@ def load_trace(path: Path) -> NodeTrace:
         FleetConfigError: The file can't be read, or an array is missing or wrong.
     """
     arrays = _arrays(path)
-    trace = NodeTrace(
-        time_s=arrays["time_s"].astype(np.float64),
-        initial_idle=arrays["initial_idle"].astype(bool),
-        event=arrays["change_event"].astype(np.int64),
-        node=arrays["change_node"].astype(np.int64),
-        delta=arrays["change_delta"].astype(np.int64),
-        names=tuple(map(str, arrays["node_name"])),
-    )
-    if problem := _problem(trace):
-        raise FleetConfigError(f"{path} is no trace: {problem}.")
+    try:
+        trace = NodeTrace(
+            time_s=arrays["time_s"].astype(np.float64),
+            initial_idle=arrays["initial_idle"].astype(bool),
+            event=arrays["change_event"].astype(np.int64),
+            node=arrays["change_node"].astype(np.int64),
+            delta=arrays["change_delta"].astype(np.int64),
+            names=tuple(map(str, arrays["node_name"])),
+        )
+        broken = next((rule for rule, holds in _RULES.items() if not holds(trace)), "")
+    except ValueError as error:
+        broken = str(error)
+    if broken:
+        raise FleetConfigError(f"{path} is no trace: {broken}.")
     return by_name(trace)
 
 
@@ -174,56 +179,24 @@ def by_name(trace: NodeTrace) -> NodeTrace:
     )
 
 
-_KINDS = {
-    "time_s": "iuf",
-    "initial_idle": "iub",
-    "change_event": "iu",
-    "change_node": "iu",
-    "change_delta": "i",
-    "node_name": "US",
-}
+_ARRAYS = (
+    *("time_s", "initial_idle", "node_name"),
+    *("change_event", "change_node", "change_delta"),
+)
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in _KINDS if name in archive}
+            arrays = {name: archive[name] for name in _ARRAYS if name in archive}
     except OSError as error:
         raise FleetConfigError(f"{path} can't be read: {error.strerror or error}.") from error
     except Exception as error:  # NumPy raises many kinds
         raise FleetConfigError(f"{path} is not a NumPy archive (.npz): {error}.") from error
-    for name, kinds in _KINDS.items():
-        if name not in arrays:
-            raise FleetConfigError(f"{path} has no array `{name}`.")
-        if arrays[name].dtype.kind not in kinds or arrays[name].ndim != 1:
-            raise FleetConfigError(
-                f"{path}: `{name}` has dtype {arrays[name].dtype} and {arrays[name].ndim} "
-                "dimensions, but must have one dimension and hold "
-                f"{'texts' if 'U' in kinds else 'numbers'}."
-            )
+    for name in _ARRAYS:
+        if name not in arrays or arrays[name].ndim != 1:
+            raise FleetConfigError(f"{path} has no array `{name}` of one dimension.")
     return arrays
-
-
-def _problem(trace: NodeTrace) -> str:
-    """What keeps the arrays from being a trace, or ""."""
-    time_s, event, node, num_nodes = trace.time_s, trace.event, trace.node, len(trace.names)
-    if len(time_s) < 2 or not (time_s[0] >= 0 and np.isfinite(time_s).all()):
-        return "`time_s` must have at least 2 entries, rising from 0 or more"
-    if (np.diff(time_s) <= 0).any():
-        return "`time_s` must rise from event to event"
-    if len(trace.initial_idle) != num_nodes or not len(event) == len(node) == len(trace.delta):
-        return "`initial_idle` must have an entry for each node, all arrays of changes as many"
-    if (np.diff(event) < 0).any() or not _within(event, len(time_s)):
-        return "`change_event` must not fall, and count the entries of `time_s` from 0"
-    if not _within(node, num_nodes):
-        return "`change_node` must count the nodes from 0"
-    if not _alternates(trace):
-        return "`change_delta` must be +1 and -1 in turn for each node, as `initial_idle` begins"
-    return ""
-
-
-def _within(values: NDArray[np.int64], length: int) -> bool:
-    return bool(((values >= 0) & (values < length)).all())
 
 
 def _alternates(trace: NodeTrace) -> bool:
@@ -233,3 +206,141 @@ def _alternates(trace: NodeTrace) -> bool:
     first = np.append(True, node[1:] != node[:-1])
     before = np.where(first, trace.initial_idle[node] * 2 - 1, np.roll(delta, 1))
     return bool((delta == -before).all())
+
+
+def _within(values: NDArray[np.int64], length: int) -> bool:
+    return bool(((values >= 0) & (values < length)).all())
+
+
+# Each can rely on those before it.
+_RULES: dict[str, Callable[[NodeTrace], object]] = {
+    "`time_s` must have at least 2 entries, rising from 0 or more": lambda t: (
+        len(t.time_s) > 1
+        and t.time_s[0] >= 0
+        and np.isfinite(t.time_s).all()
+        and (np.diff(t.time_s) > 0).all()
+    ),
+    "`initial_idle` must have an entry for each node, all arrays of changes as many": lambda t: (
+        len(t.initial_idle) == len(t.names) and len(t.event) == len(t.node) == len(t.delta)
+    ),
+    "`change_event` must not fall, and count the entries of `time_s` from 0": lambda t: (
+        (np.diff(t.event) >= 0).all() and _within(t.event, len(t.time_s))
+    ),
+    "`change_node` must count the nodes from 0": lambda t: _within(t.node, len(t.names)),
+    "`change_delta` must be +1, -1 in turn for each node, as `initial_idle` begins": _alternates,
+}
+
+
+# -- recorded from Slurm --------------------------------------------------------------------------
+
+_LINE = re.compile(r"([\w.-]+)\|([a-z_]+\W*)")
+_IDLE = ("idle", "idle-", "plnd")
+"""The latter two: planned for a job that can't start yet. Others, as "idle~", are no use now."""
+
+
+def idle_nodes(text: str) -> dict[str, bool]:
+    """All nodes that ``sinfo --format=%N|%t`` lists, and whether they are idle.
+
+    Idle are nodes that run nothing, also where a job is planned; not those that are powered down,
+    drained, reserved for maintenance, or don't answer.
+
+    Raises:
+        FleetConfigError: A line is none of sinfo's, or there are none.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("CLUSTER: ")]
+    found = [(line, _LINE.fullmatch(line)) for line in lines]
+    if damaged := [line for line, match in found if match is None]:
+        raise FleetConfigError(
+            f"`sinfo` says {damaged[0][:60]!r}, but must say node and state, as in 'node1|idle'."
+        )
+    if not found:
+        raise FleetConfigError("`sinfo` lists no nodes; `sinfo --summarize` lists the partitions.")
+    return {match[1]: match[2] in _IDLE for _, match in found if match}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A trace that goes on.
+
+    Attributes:
+        trace: So far; a file's from its second sample on.
+        start: Its start, in seconds since the epoch.
+        partition: Whose nodes they are; "" for all.
+    """
+
+    trace: NodeTrace
+    start: float
+    partition: str
+
+    @classmethod
+    def begun(cls, idle: Mapping[str, bool], start: float, partition: str) -> Recording:
+        """With its first sample."""
+        names = tuple(sorted(idle))
+        none = np.zeros(0, dtype=np.int64)
+        trace = NodeTrace(
+            time_s=np.zeros(1),
+            initial_idle=np.array([idle[name] for name in names], dtype=bool),
+            event=none,
+            node=none,
+            delta=none,
+            names=names,
+        )
+        return cls(trace=trace, start=start, partition=partition)
+
+    @property
+    def is_trace(self) -> bool:
+        """Whether there are two samples."""
+        return len(self.trace.time_s) > 1
+
+    def sampled(self, idle: Mapping[str, bool], time_s: float) -> Recording:
+        """With one more sample, so many seconds after the start; nodes not listed aren't idle."""
+        trace = _with_nodes(self.trace, sorted(idle.keys() - set(self.trace.names)))
+        last = len(trace.time_s) - 1
+        if last and not (trace.event == last).any():  # was only the end
+            trace = replace(trace, time_s=trace.time_s[:-1])
+        now = trace.initial_idle.astype(np.int64)
+        np.add.at(now, trace.node, trace.delta)
+        delta = np.array([idle.get(name, False) for name in trace.names], dtype=np.int64) - now
+        nodes = np.flatnonzero(delta)
+        trace = replace(
+            trace,
+            time_s=np.append(trace.time_s, time_s),
+            event=np.append(trace.event, np.full(len(nodes), len(trace.time_s))),
+            node=np.append(trace.node, nodes),
+            delta=np.append(trace.delta, delta[nodes]),
+        )
+        return replace(self, trace=trace)
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        save_trace(self.trace, path, start=np.float64(self.start), partition=self.partition)
+
+    @classmethod
+    def load(cls, path: Path, partition: str) -> Recording:
+        """One that was saved, of the same partition.
+
+        Raises:
+            FleetConfigError: It is no recording, or of another partition.
+        """
+        trace = load_trace(path)
+        with np.load(path) as archive:
+            arrays = {name: archive[name] for name in ("start", "partition") if name in archive}
+        if len(arrays) < 2:
+            raise FleetConfigError(f"{path} was not recorded; give a file that is not there yet.")
+        if (found := str(arrays["partition"])) != partition:
+            raise FleetConfigError(
+                f"{path} was recorded of {_named(found)}, not of {_named(partition)}; give "
+                "another file."
+            )
+        return cls(trace=trace, start=float(arrays["start"]), partition=partition)
+
+
+def _with_nodes(trace: NodeTrace, names: list[str]) -> NodeTrace:
+    """The same with further nodes, which were not idle."""
+    initial = np.append(trace.initial_idle, np.zeros(len(names), dtype=bool))
+    return by_name(replace(trace, initial_idle=initial, names=(*trace.names, *names)))
+
+
+def _named(partition: str) -> str:
+    return f"partition {partition!r}" if partition else "all partitions"

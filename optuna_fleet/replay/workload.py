@@ -10,9 +10,16 @@ from typing import Literal
 import numpy as np
 
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, RateProfile, profile_key
+from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.events import Model
 
 _BATCH_SIZE = 32  # of FLEET's networks
+
+MOST = 10**6
+"""Of what is counted one by one: devices, trials, epochs."""
+
+LARGEST = 1e15
+"""Beyond it, and below its inverse, sums and quotients of times and rates overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,19 @@ class SimulatedTrial:
     spans_types: bool = False
     traits: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        check_that("name", self.name, lambda name: is_a(str)(name) and name, "be a text")
+        check_that("spans_types", self.spans_types, is_a(bool), "be true or false")
+        for rates in (self.rates, *self.rates_by_kind.values()):
+            check_rates(rates)
+        most = MOST if self.max_epochs is None else self.max_epochs
+        check_number("max_epochs", most, least=1, most=MOST, whole=True)
+        check_number("epochs", self.epochs, least=1, most=most, whole=True)
+        check_number("min_devices", self.min_devices, least=1, most=len(self.rates), whole=True)
+        check_number("samples_per_epoch", self.samples_per_epoch, least=1 / LARGEST, most=LARGEST)
+        for name in ("submit_s", "rescale_up_s", "rescale_down_s"):
+            check_number(name, getattr(self, name), least=0, most=LARGEST)
+
     def rates_on(self, kind: str) -> tuple[float, ...]:
         """True (r(1), ..., r(M)) in samples/s on devices of that type."""
         return self.rates_by_kind.get(kind, self.rates)
@@ -82,6 +102,16 @@ class SimulatedTrial:
     def work(self) -> float:
         """Samples it trains in all."""
         return self.epochs * self.samples_per_epoch
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """Check that all are numbers > 0 with which can be reckoned.
+
+    Raises:
+        FleetConfigError: One is not.
+    """
+    for rate in rates:
+        check_number("rates", rate, least=1 / LARGEST, most=LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,11 @@ import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
 
+from optuna_fleet.arguments import number_of
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.patience import in_words
 from optuna_fleet.visualization.snapshot import Snapshot
 
-_LONGEST_S = 86400.0
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -40,7 +40,8 @@ def add_top(commands: Any) -> None:
         metavar="URL",
         help="of a database, as in sqlite:///study.db, or redis://...; or a journal file",
     )
-    command.add_argument("--interval", type=_seconds, default=2.0, metavar="SECONDS")
+    seconds = number_of(least=0.1, most=86400)
+    command.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS")
     command.add_argument("--once", action="store_true", help="show it once and end")
     command.set_defaults(run=_top)
 
@@ -112,14 +113,6 @@ def until_interrupt(interval_s: float) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
         os.close(told)
         os.close(tell)
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0.1 <= (value := float(text)) <= _LONGEST_S:
-            return value
-    wanted = f"a number of seconds >= 0.1 and <= {_LONGEST_S:g}"
-    raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
 
 
 # -- the storage ----------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
-from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
 from tests.unit.test_controller import World, play_out, reached
@@ -367,7 +367,7 @@ def test_a_trial_needs_rates_for_every_type(tmp_path: Path) -> None:
     path = tmp_path / "ensemble.json"
     trials = [{"rates": {"v100": {"1": 100.0}}, "epochs": 4}]
     path.write_text(json.dumps({"samples_per_epoch": 100, "trials": trials}))
-    with pytest.raises(FleetConfigError, match="`rates` has no field `a100`"):
+    with pytest.raises(FleetConfigError, match="there is no field 'a100'"):
         load_ensemble(path, {"v100": 1, "a100": 1})
 
 

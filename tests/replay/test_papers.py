@@ -13,10 +13,10 @@ import pytest
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import bftrainer, fleet, hetpipe
 from benchmarks.papers.rows import Row, Table, Verdict, as_markdown, at_least
-from optuna_fleet.replay.jobs import BFTRAINER, load_jobs
 from optuna_fleet.replay.scenarios import TraceScenario
 from optuna_fleet.replay.synthetic import synthetic_trace
 from optuna_fleet.replay.trace import save_trace
+from optuna_fleet.replay.trial_files import BFTRAINER, load_jobs
 
 DOCS = Path(__file__).parents[2] / "docs"
 LOOSEST = 0.25

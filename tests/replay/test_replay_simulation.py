@@ -16,9 +16,9 @@ from replay_cases import (
 from optuna_fleet.alloc import ElasticAllocator, SingleDeviceAllocator
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
-from optuna_fleet.replay.ensemble import pruned_after
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.replay.trial_files import pruned_after
 from optuna_fleet.replay.workload import FleetChange, Rules
 
 PAIR = [trial(epochs=2), trial(epochs=4)]

@@ -14,10 +14,16 @@ import pytest
 
 from optuna_fleet.cli import main
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.replay.jobs import load_jobs
-from optuna_fleet.replay.recording import Recording, idle_nodes
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
-from optuna_fleet.replay.trace import NodeTrace, load_trace, save_trace, trace_statistics
+from optuna_fleet.replay.trace import (
+    NodeTrace,
+    Recording,
+    idle_nodes,
+    load_trace,
+    save_trace,
+    trace_statistics,
+)
+from optuna_fleet.replay.trial_files import load_jobs
 
 SINFO = """#!/bin/sh
 count=$(($(cat "$0.count" 2>/dev/null || echo 0) + 1))
@@ -118,9 +124,9 @@ def test_bftrainers_jobs_are_those_that_the_paper_prints() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--nodes", "4609"], "'4609' must be a whole number >= 1 and <= 4608"),
-        (["--hours", "0"], "'0' must be a number >= 0.01 and <= 10000"),
-        (["--seed", "-1"], "'-1' must be a whole number >= 0"),
+        (["--nodes", "4609"], "is 4609, but must be a whole number >= 1 and <= 4608"),
+        (["--hours", "0"], "is 0.0, but must be a number >= 0.01 and <= 10000"),
+        (["--seed", "-1"], "is -1, but must be a whole number >= 0"),
     ],
 )
 def test_a_trace_that_can_not_be_made_up(

@@ -13,9 +13,8 @@ from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.slurm.commands import ask
-from optuna_fleet.replay.recording import Recording, idle_nodes
 from optuna_fleet.replay.report import lines
-from optuna_fleet.replay.trace import trace_statistics
+from optuna_fleet.replay.trace import Recording, idle_nodes, trace_statistics
 
 _DAY_S = 86400.0
 
