@@ -153,11 +153,7 @@ def one_number(value: Any, name: str) -> Tensor:
 
 
 def one_weight(value: Any) -> Tensor:
-    """`value` as `one_number`, checked where it need not be waited for.
-
-    Raises:
-        FleetConfigError: It is no number, or no finite one, or negative.
-    """
+    """`value` as `one_number`, checked where it need not be waited for."""
     own = one_number(value, "weight")
     if own.is_cpu:
         check_weight(own.item(), value)

@@ -168,11 +168,7 @@ class Reducer:
         self._expected = self._plan(known) if len(self._reached) == 1 else None
 
     def _agreed(self) -> bytes:
-        """What kind of gradient each parameter has, on any rank.
-
-        Raises:
-            TrialError: The ranks are not at the same batch.
-        """
+        """What kind of gradient each parameter has, on any rank."""
         own = self._arrived + bytes([self._tag, _TAGS - self._tag])
         everyone = torch.frombuffer(own, dtype=torch.uint8).to(wire_device())
         dist.all_reduce(everyone, dist.ReduceOp.MAX)

@@ -34,11 +34,7 @@ APART = (
 
 
 def check_same(module: torch.nn.Module) -> None:
-    """Compare the structure of a model over the ranks.
-
-    Raises:
-        TrialError: It differs.
-    """
+    """Compare the structure of a model over the ranks."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     # A collective on unlike sizes would abort the process.
     if not are_same((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors):

@@ -76,10 +76,8 @@ class _Pass:
 class Weights:
     """What the batches of a rank weigh. One per run; its reducer and BatchNorms look at it.
 
-    What can't be done on so many devices, and on how many it can, is told (`go_on_with_fewer`)
-    before it is raised.
-
     Attributes:
+        too_wide: See `Widths`.
         present: The share of the batch that was handed out last.
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
@@ -88,10 +86,10 @@ class Weights:
 
     def __init__(
         self,
-        go_on_with_fewer: Callable[[str, int], object] = lambda text, max_devices: None,
+        too_wide: Callable[..., TrialError] = TrialError,
         collectives: Collectives | None = None,
     ) -> None:
-        self._go_on_with_fewer = go_on_with_fewer
+        self.too_wide = too_wide
         self._collectives = Collectives() if collectives is None else collectives
         self._thread = threading.get_ident()
         self._is_threaded = False
@@ -124,11 +122,6 @@ class Weights:
                 f"a local variable, and call {purpose}() after the loop.",
                 max_devices=min(sizes),
             )
-
-    def too_wide(self, text: str, *, max_devices: int = 1) -> TrialError:
-        """What can't be done on so many devices was told; returns what is to be raised."""
-        self._go_on_with_fewer(text, max_devices)
-        return TrialError(text)
 
     # -- batches ----------------------------------------------------------------------------------
 
