@@ -69,12 +69,12 @@ class Widths:
         self._session = session
 
     def too_wide(self, why: str, max_devices: int = 1) -> TrialError:
-        """A step can't be done on more devices than that: tell so, and return what is to be raised.
+        """A step can't be done on more devices than that: tell so; return what is to be raised.
 
         The run ends, and the trial goes on, unless it must not have so few.
         """
+        devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
         if max_devices < (least := self.bounds.min_devices):
-            devices = _in_words(max_devices)
             return TrialError(
                 f"{why} It could go on on {devices}, but its `min_devices` is {least}."
             )
