@@ -25,7 +25,7 @@ from optuna_fleet.checkpoints import store as checkpoint_store
 from optuna_fleet.checkpoints.file import Owner
 from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
 from optuna_fleet.checkpoints.names import FileName, newest_first
-from optuna_fleet.checkpoints.store import FolderLock
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
@@ -500,7 +500,7 @@ def test_a_file_under_another_trials_name_is_shown_as_damaged(
 
 
 def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    with FolderLock(folder.root):
+    with Store(folder.root).hold():
         assert main(["checkpoints", str(folder.root), "--prune"]) == 2
         assert "in use by process" in capsys.readouterr().err
         assert main(["checkpoints", str(folder.root)]) == 0

@@ -156,19 +156,11 @@ class StudyFolder:
         self._remove(name for name in self._names() if name.startswith(f".{_CALL}."))
 
     def last_call(self) -> CallRecord | None:
-        """The last call that used this folder.
-
-        Raises:
-            FleetConfigError: Its record is damaged.
-        """
+        """The last call that used this folder."""
         return _read_call(self.store)
 
     def record_call(self, call: CallRecord) -> None:
-        """Replace the record of the last call.
-
-        Raises:
-            OSError: It can't be written.
-        """
+        """Replace the record of the last call."""
         with self.store.write(_CALL) as file:
             file.write(json.dumps(asdict(call)).encode())
 

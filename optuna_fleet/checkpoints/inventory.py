@@ -47,11 +47,7 @@ def entries(root: Path, *, verify: bool) -> list[Entry]:
 
 
 def _stored(root: Path) -> Iterator[tuple[Store, list[str]]]:
-    """The checkpoints of each study, and what writing them left; in order.
-
-    Raises:
-        FleetConfigError: There is no such folder.
-    """
+    """The checkpoints of each study, and what writing them left; in order."""
     try:
         stores = [Store(root / name) for name in sorted(Store(root).list())]
     except OSError as error:

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,31 +55,20 @@ class Store:
         """Call it otherwise, in the place of what has that name."""
         os.replace(self.root / name, self.root / new)
 
-    def hold(self) -> FolderLock:
-        """Hold it for this process alone; see there."""
-        return FolderLock(self.root)
-
-
-class FolderLock:
-    """Holds a folder for one driver; if this process dies, the kernel lets go of it."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._descriptor = -1
-
-    def __enter__(self) -> FolderLock:
-        """Take it.
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold it for this process alone; if that dies, the kernel lets go of it.
 
         Raises:
             FleetConfigError: Another driver holds it, or it can't be written to.
         """
-        self._descriptor = _locked_file(self._root)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Not only by closing it: a process that the user forked meanwhile has it open too.
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        descriptor = _locked_file(self.root)
+        try:
+            yield
+        finally:
+            # Not only by closing it: a process that the user forked meanwhile has it open too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
 
 def _locked_file(root: Path) -> int:

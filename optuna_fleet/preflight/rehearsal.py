@@ -182,12 +182,12 @@ class RehearsedTrial(FleetTrial):
     def end(self, *, alone: bool) -> Held | None:
         """Leave the other ranks; return what the trial goes on with elsewhere."""
         self._notes.is_rough = self._noise.is_rough
-        if self._opened is not None and not alone:
-            self._opened.end(alone=False)
+        if self.opened is not None and not alone:
+            self.opened.end(alone=False)
             wait_until_left()
-        if not alone and (self._opened is None or not self._opened.objects):
+        if not alone and (self.opened is None or not self.opened.objects):
             self._notes.ending = Ending.PLAIN
-        return None if self._opened is None else self._opened.leaving.held
+        return None if self.opened is None else self.opened.leaving.held
 
     def _begin_pass(self, plan: ReadPlan) -> None:
         """A pass over batches begins."""

@@ -1,9 +1,10 @@
 """What runs on a device: a process that trains one rank of one trial after another.
 
-- `main` waits for runs; `session` and `inbox` are the link to the driver during one.
+- `main` waits for runs; `session`, over the `link`, asks the driver during one.
 - `trial` is the object that objectives get; `training` does what its methods say, with `data/`
-  (batches), `gradients/` (the mean over all ranks), `moves/` and `checkpoints/`.
-- `state` is all that is kept of a trial. `groups` has the process groups of `torch.distributed`.
+  (batches), `gradients/` (the mean over all ranks) and `leaving` (moves).
+- `training_state` is all that is kept of a trial, `checkpoint` its form in memory, and `saving`
+  writes it. `groups` has the process groups of `torch.distributed`.
 
 Others use `FleetTrial`, `nested` (trees of tensors) and `groups`.
 """

@@ -86,7 +86,7 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
     Raises:
         TrainerLostError: If a peer or the store can't be reached in time; no group is left behind.
     """
-    if spec.world_size == 1 and _is_alone(backend):
+    if spec.world_size == 1 == group_size() and has_group() and dist.get_backend() == backend:
         return
     leave_group()
     _choose_interface(spec)
@@ -165,9 +165,8 @@ def can_leave_alone(device_type: str) -> bool:
 def _leave_aside() -> None:
     """Forget the default group at once, and shut it down in a thread.
 
-    Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes. And for
-    collectives that have begun: if the ranks went different ways, until these time out. Nobody who
-    comes next waits for that.
+    Gloo waits for 10 ms per peer there; and for collectives that have begun: if the ranks went
+    different ways, until these time out. Nobody who comes next waits for that.
     """
     groups = list(dist.distributed_c10d._world.pg_names)
     _forget_group()
@@ -182,13 +181,11 @@ def _leave_aside() -> None:
         _shut_down(groups)
 
 
+@atexit.register  # a thread of gloo's that is still there would abort the process
 def wait_until_left() -> None:
     """Wait until nothing is left of the groups that were left."""
     while _leaving:
         _leaving.pop().join()
-
-
-atexit.register(wait_until_left)  # a thread of gloo's that is still there would abort the process
 
 
 def _shut_down(groups: list[dist.ProcessGroup]) -> None:
@@ -215,10 +212,6 @@ def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
     chosen = None if ranks is None else list(ranks)
     group = dist.new_group(chosen, timeout=timedelta(days=365), backend="gloo")
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def _is_alone(backend: str) -> bool:
-    return dist.is_initialized() and group_size() == 1 and dist.get_backend() == backend
 
 
 def wire_device() -> torch.device:

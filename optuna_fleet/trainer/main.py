@@ -116,28 +116,20 @@ class Trainer:
         run = session.run
         if self._held and (run.rank, run.held) != (0, self._held[0]):
             self._held = None
-        training: Training | None = None
-
-        def open_training() -> Training:
-            nonlocal training
-            if training is None:
-                training = self._training(session)
-            return training
-
-        value, error = b"", None
+        trial = FleetTrial(session, partial(self._training, session))
+        value, error, way_out = b"", None, ""
         has_device_failed = False
         alone = False  # at its end, while the other ranks go on
-        way_out = ""
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective.of(run)
             self._objective.adopt_numbers()
             seed_run(run.seed, run.number)
             with once_torch_is_imported(partial(self._set_up_torch, run)):
-                returned = self._called(objective, session, open_training)
+                returned = self._called(objective, trial, session)
             way_out = "returned"
             session.leave(way_out)
-            value = _finished(returned, training)
+            value = _finished(returned, trial.opened)
             ending = Ending.RETURNED
         except Yielded:  # perhaps when it had returned
             ending, way_out = Ending.YIELDED, ""
@@ -150,8 +142,9 @@ class Trainer:
             if self._inbox.is_forked:  # the process ends as it would end a script
                 raise
             ending = _ending_of(raised, session.run)
-            error = pack_error(_explained(raised, training))
-            alone = not isinstance(raised, TrialPruned) or bool(training and training.is_broken)
+            error = pack_error(_explained(raised, trial.opened))
+            is_broken = trial.opened is not None and trial.opened.is_broken
+            alone = is_broken or not isinstance(raised, TrialPruned)
             way_out = "" if alone else "was pruned"
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
@@ -160,16 +153,12 @@ class Trainer:
                 self._is_spent = True
         session.leave(way_out)
         ended = session.ended(
-            ending,
-            value=value,
-            error=error,
-            has_device_failed=has_device_failed,
+            ending, value=value, error=error, has_device_failed=has_device_failed
         )
-        return ended if training is None or _kept else self._end(training, ended, alone=alone)
-
-    def _end(self, training: Training, ended: Ended, *, alone: bool) -> Ended:
+        if (training := trial.opened) is None or _kept:
+            return ended
         usage, held = training.end(alone=alone), training.leaving.held
-        self._is_spent = self._is_spent or training.is_stuck
+        self._is_spent |= training.is_stuck
         if held is not None:
             self._held = ended.run_id, held
         return replace(ended, usage=usage, holds=held is not None)
@@ -183,13 +172,11 @@ class Trainer:
             join_group_of(run, self._device.type)
         seed_torch(run.seed, run.number)
 
-    def _called(
-        self, objective: Any, session: Session, open_training: Callable[[], Training]
-    ) -> Any:
-        if session.run.world_size > 1:
-            open_training()  # joins the group of its ranks
+    def _called(self, objective: Any, trial: FleetTrial, session: Session) -> Any:
+        if trial.world_size > 1:
+            trial._training  # noqa: B018 - joins the group of its ranks
         try:
-            returned = objective(FleetTrial(session, open_training))
+            returned = objective(trial)
         finally:
             session.check()  # what was to unwind it does so, whatever it made of that
         if self._inbox.is_forked:

@@ -22,22 +22,15 @@ from optuna_fleet.wire.packing import unpack_objective
 
 
 class LoadedObjective:
-    """What this process runs, call after call.
-
-    Args:
-        num_threads: The slot's share of the node's cores.
-        has_gpu: Whether the process has one.
-        resolve: Gives what stands for the study or storage that the objective refers to.
-        variables: Those of the environment that this process has of its own.
-    """
+    """What this process runs, call after call."""
 
     def __init__(
         self,
-        num_threads: int,
+        num_threads: int,  # the slot's share of the node's cores
         *,
         has_gpu: bool,
-        resolve: Callable[[str], Any],
-        variables: Collection[str] = (),
+        resolve: Callable[[str], Any],  # for the study or storage that the objective refers to
+        variables: Collection[str] = (),  # of the environment that this process has of its own
     ) -> None:
         self._num_threads = num_threads
         self._resolve = resolve
@@ -89,9 +82,7 @@ class LoadedObjective:
 def once_torch_is_imported(act: Callable[[], None]) -> Iterator[None]:
     """Within the block, torch is as `act` sets it up, for everybody who uses it.
 
-    Args:
-        act: Called at once if torch is imported; else when it has been, in the thread that imports
-            it, before anything there goes on.
+    At once if torch is imported; else in the thread that imports it, before that goes on.
     """
     if "torch" in sys.modules:
         act()
@@ -118,15 +109,13 @@ class _Finder(MetaPathFinder):
             return None
         others = (finder.find_spec for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (find(name, path, target) for find in others)), None)
-        if spec is not None and spec.loader is not None:
-            self._extend(spec.loader)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self._act()
+
+            loader.exec_module = exec_module  # of this one loader: it loads nothing but torch
         return spec
-
-    def _extend(self, loader: Any) -> None:
-        load = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            self._act()
-
-        loader.exec_module = exec_module  # of this one loader: it loads nothing but torch

@@ -109,11 +109,7 @@ class Prepared:
 
 
 def _check_unwrapped(module: torch.nn.Module) -> None:
-    """Check that a module, and no part of it, is trained data parallel already.
-
-    Raises:
-        FleetConfigError: It is a wrapper for that, or has one in it.
-    """
+    """Check that a module, and no part of it, is trained data parallel already."""
     wrapper = next((part for part in module.modules() if isinstance(part, _WRAPPERS)), None)
     if wrapper is not None:
         raise FleetConfigError(
@@ -124,11 +120,7 @@ def _check_unwrapped(module: torch.nn.Module) -> None:
 
 
 def _check_initialised(module: torch.nn.Module) -> None:
-    """Check that no tensor of a module is still to be made.
-
-    Raises:
-        FleetConfigError: A lazy one has not seen its first batch.
-    """
+    """Check that no tensor of a module is still to be made."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise FleetConfigError(

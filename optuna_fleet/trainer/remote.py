@@ -16,9 +16,7 @@ from optuna_fleet.wire.packing import is_primitive, pack, unpack
 class Remote:
     """Stands for the driver's study or storage: methods and attributes are those over there.
 
-    Args:
-        session: Returns the session to ask through: that of the run under way.
-        target: "study" or "storage".
+    It asks through the session of the run under way, whichever that is.
     """
 
     def __init__(self, session: Callable[[], Session], target: str) -> None:

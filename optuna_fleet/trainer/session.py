@@ -264,11 +264,7 @@ class Session:
                 self.unwind(DriverGoneError)
 
     def ask(self, kind: type[RankCall], **fields: Any) -> Any:
-        """Make a call of this kind in all ranks' name, and return its answer if it is awaited.
-
-        Raises:
-            Exception: Whatever the call raised in the driver.
-        """
+        """Make a call of this kind in all ranks' name, and return its answer if it is awaited."""
         self.check()
         self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
         with self._lock:

@@ -20,23 +20,15 @@ class Totals:
 
     ``trial.totals["loss"] += loss * trial.shard_size`` adds a number or a tensor. What was never
     added to is 0, and all are 0 when an epoch begins.
-
-    Args:
-        weights: Whether batches are being read, and whether this rank's part of one counts.
-        device: Where tensors are kept that are no scalars.
-        gather: Returns what it is given on each rank.
-
-    Attributes:
-        own: What this rank has added.
     """
 
     def __init__(
         self, weights: Weights, device: torch.device, gather: Callable[[Sums], list[Sums]]
     ) -> None:
-        self.own: Sums = {}
-        self._weights = weights
-        self._device = device
-        self._gather = gather
+        self.own: Sums = {}  # what this rank has added
+        self._weights = weights  # tells whether its part of a batch counts
+        self._device = device  # of tensors that are no scalars
+        self._gather = gather  # from all ranks
         self._sums: Sums | None = None
 
     def __getitem__(self, name: str) -> Any:

@@ -76,7 +76,7 @@ class Training:
         self.state: dict[str, Any] = {}
         self._position = EpochPosition()
         self._widths = Widths(session)
-        self.weights = Weights(self._widths.go_on_with_fewer, session.collectives)
+        self.weights = Weights(self._widths.too_wide, session.collectives)
         self.totals = Totals(self.weights, self.device, self._gather)
         self._net = Net(self.objects, self.state, self.weights)
         self._reducer = Reducer(self.weights, session.remark)

@@ -160,11 +160,7 @@ class TrainingState:
         return isinstance(thing, torch.nn.Module) or (self.in_parts is not None and place == 0)
 
     def _check_names(self) -> None:
-        """Check that modules, as they are where the loop begins, could take what they have now.
-
-        Raises:
-            FleetConfigError: One was changed within the loop.
-        """
+        """Check that modules, as they are where the loop begins, could take what they have now."""
         for thing, then in zip(self.objects, self._names, strict=False):
             if changed := sorted(names_in(thing) ^ then):
                 raise FleetConfigError(

@@ -33,13 +33,13 @@ class FleetTrial(RemoteTrial):
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
         super().__init__(session)
         self._open_training = open_training
-        self._opened: Training | None = None
+        self.opened: Training | None = None
 
     @property
     def _training(self) -> Training:
-        if self._opened is None:
-            self._opened = self._open_training()
-        return self._opened
+        if self.opened is None:
+            self.opened = self._open_training()
+        return self.opened
 
     @property
     def rank(self) -> int:
@@ -169,8 +169,8 @@ class FleetTrial(RemoteTrial):
             self._training.check_ranks()
         num_objectives = 2 if self._session.run.maximize is None else 1
         value, step = compat.checked_report(plain(value), step, num_objectives=num_objectives)
-        if self._session.report(value, step) and self._opened is not None:
-            self._opened.leaving.keep_best()
+        if self._session.report(value, step) and self.opened is not None:
+            self.opened.leaving.keep_best()
 
     def prepare(
         self,

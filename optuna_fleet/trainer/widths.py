@@ -45,8 +45,7 @@ class Bounds(Facts):
         """What was given to `FleetTrial.prepare` or `FleetTrial.pipeline`; None for no bound.
 
         Raises:
-            FleetConfigError: They are no numbers >= 1, or contradict each other or the fleet,
-                of which `run` tells.
+            FleetConfigError: They contradict each other, or the fleet, of which `run` tells.
         """
         check_number("min_devices", min_devices, least=1, whole=True, optional=True)
         check_number("max_devices", max_devices, least=1, whole=True, optional=True)
@@ -63,25 +62,20 @@ class Bounds(Facts):
 
 
 class Widths:
-    """On how many devices the trial of a session trains, and why on no more.
-
-    Attributes:
-        bounds: What the objective has asked for.
-    """
+    """On how many devices the trial of a session trains, and why on no more."""
 
     def __init__(self, session: Session) -> None:
-        self.bounds = Bounds()
+        self.bounds = Bounds()  # what the objective has asked for
         self._session = session
 
-    def go_on_with_fewer(self, why: str, max_devices: int) -> None:
-        """A step can't be done on more devices than that: the run ends, the trial goes on.
+    def too_wide(self, why: str, max_devices: int = 1) -> TrialError:
+        """A step can't be done on more devices than that: tell so; return what is to be raised.
 
-        Raises:
-            TrialError: The trial must not have so few.
+        The run ends, and the trial goes on, unless it must not have so few.
         """
         devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
         if max_devices < (least := self.bounds.min_devices):
-            raise TrialError(
+            return TrialError(
                 f"{why} It could go on on {devices}, but its `min_devices` is {least}."
             )
         run = self._session.run
@@ -92,3 +86,4 @@ class Widths:
             text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
         )
         self._session.send(remark)  # whichever rank finds it
+        return TrialError(why)

@@ -638,7 +638,7 @@ def cut_off(trial: Any, *, folder: Path) -> float:
     for epoch in trial.epochs(3):
         if epoch == 1 and not (folder / "cut").exists():
             (folder / "cut").touch()
-            trial._open_training()._pipeline._sock.shutdown(socket.SHUT_RDWR)
+            trial._training._pipeline._sock.shutdown(socket.SHUT_RDWR)
         for images, labels in trial.batches("train", batch_size=10):
             torch.nn.functional.cross_entropy(model(images), labels).backward()
         trial.report(epoch, epoch)

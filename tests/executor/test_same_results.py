@@ -85,13 +85,10 @@ def compiles_what_it_trains(trial: Any, *, kind: type[Halved] | None) -> float:
     return 0.0
 
 
-_BY_CLASS = torch.__version__ >= "2.5"  # before, torch compiles each module anew
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Halved, [1] + [1 - _BY_CLASS] * 11),
+        (Halved, [1] + [0] * 11),
         pytest.param(None, [1] * 12, id="a class of each beginning"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.link import Inbox
-from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
+from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import Quit
 from tests.fleets import Leg, train
@@ -82,13 +82,13 @@ class QuittingDriver:
         return Quit()
 
 
-def session_of(rank: int) -> tuple[Session, QuittingDriver]:
+def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:
     channel: Any = QuittingDriver()
     run = RunTrial(
         run_id=0,
         number=0,
         trial_id=0,
-        rank=rank,
+        rank=0,
         world_size=2,
         seed=0,
         objective_id=0,
@@ -98,21 +98,8 @@ def session_of(rank: int) -> tuple[Session, QuittingDriver]:
         gc_after_trial=False,
         maximize=False,
     )
-    return Session(Inbox(channel), run), channel
-
-
-def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:
-    session, channel = session_of(rank=0)
+    session = Session(Inbox(channel), run)
     for _ in range(2):
         with pytest.raises(DriverGoneError):
             session.call("trial", "should_prune")
     assert len(channel.sent) == 1  # a second call would wait for ever
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_only_one_rank_says_stops_all_that_leave(rank: int) -> None:
-    session, channel = session_of(rank)
-    for act in (lambda: session.unwind(Yielded), lambda: session.tell("trial", "report", 1.0, 0)):
-        with pytest.raises(Yielded):
-            act()
-    assert not channel.sent

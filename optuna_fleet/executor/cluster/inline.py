@@ -72,24 +72,20 @@ class InlineRunner:
         loop.ledger.settle(number, value, error)
 
     def _called(self, func: Callable[[Any], Any], session: _InlineSession) -> Any:
-        training: Any = None
-
         def open_training() -> Any:
-            nonlocal training
-            if training is None:
-                from optuna_fleet.trainer.training import Training  # imports torch
+            from optuna_fleet.trainer.training import Training  # imports torch
 
-                pipeline = self._options.pipeline
-                training = Training(session, pipeline.inline() if pipeline else None, "cpu")
-            return training
+            pipeline = self._options.pipeline
+            return Training(session, pipeline.inline() if pipeline else None, "cpu")
 
+        trial = FleetTrial(session, open_training)
         seed_run(session.run.seed, session.run.number)
         with _torch_set_up(session.run):
             try:
-                return func(FleetTrial(session, open_training))
+                return func(trial)
             finally:
-                if training is not None:
-                    session.usage = training.end(alone=False)
+                if trial.opened is not None:
+                    session.usage = trial.opened.end(alone=False)
 
     def close(self) -> None:
         """There is nothing to end."""

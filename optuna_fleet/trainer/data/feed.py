@@ -41,13 +41,9 @@ def ahead(
 ) -> Generator[tuple[Batch, Any], None, None]:
     """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
 
-    Bytes travel as the pipeline made them, and are finished where they arrive.
-
-    Args:
-        batches: What the pipeline gives. The memory of one is its own until the next is asked for.
-        copies: Bring them to the device.
-        thread: Starts the copies, so that they don't keep up whoever trains.
-        finish: What is left to do there.
+    Bytes travel as the pipeline made them, and are finished where they arrive. The memory of one
+    is its own until the next is asked for; the thread starts the copies, so that they don't keep
+    up whoever trains.
     """
     on_the_way: tuple[Batch, Future[Any]] | None = None
     for batch in batches:
@@ -105,11 +101,7 @@ class Copies:
         return sent, mark
 
     def forget(self) -> None:
-        """Free what was sent lately.
-
-        Raises:
-            RuntimeError: The device has failed.
-        """
+        """Free what was sent lately."""
         self._stream.query()
         self._lately.clear()
 

@@ -219,11 +219,7 @@ class ShardLoader:
             seed_gpu(self._device.type, self._run.seed, self._run.number, place_of_rank)
 
     def _check_rows(self, name: str, data: Any, size: int) -> None:
-        """Check what a ``collate_fn`` has made: gradients are weighed by samples.
-
-        Raises:
-            TrialError: It has left some out, say; and the trial is on several devices.
-        """
+        """Check what a ``collate_fn`` has made: gradients are weighed by samples."""
         assert self._pipeline is not None
         if self._run.world_size == 1 or not size:
             return

@@ -31,15 +31,10 @@ _MESSAGE_BYTES = 64 * 2**20  # of a GPU's memory
 def all_reduce_sum(values: Any, *, alone: bool = False) -> Any:
     """Sum over the ranks of the trial; exact for integers, in float64 for everything else.
 
-    Args:
-        values: A number, NumPy number, tensor, or nested dicts, lists and tuples of them, of equal
-            structure on every rank. A number on one rank may be a scalar tensor on another.
-        alone: As in a group of one: all ranks have the same.
-
-    Returns:
-        The same structure and types on every rank (``bool`` is counted, so it becomes ``int``; an
-        ``int`` becomes ``float`` if another rank has a float there). Tensors are new ones, which
-        carry no gradients.
+    Of numbers, tensors, or nested dicts, lists and tuples of them. The structure must be equal on
+    every rank; a number on one may be a scalar tensor on another. The sum has the same types
+    (``bool`` is counted, so it becomes ``int``; an ``int`` becomes ``float`` if another rank has a
+    float there). If it is `alone`, as in a group of one, all ranks have the same.
 
     Raises:
         FleetConfigError: If a value is no number.
@@ -60,17 +55,10 @@ def all_reduce_sum(values: Any, *, alone: bool = False) -> Any:
 
 
 def mean(values: Any, weight: float | None = None, *, alone: bool = False) -> Any:
-    """Mean over the ranks of the trial.
+    """Mean over the ranks of the trial, of what `all_reduce_sum` takes; floats.
 
-    Args:
-        values: As in ``all_reduce_sum``.
-        weight: This rank's weight, e.g. its number of samples; None weighs all ranks alike. A
-            value of weight 0 is ignored, even NaN.
-        alone: As in a group of one: all ranks have the same.
-
-    Returns:
-        Floats in the structure of `values`, NaN where no rank has any weight. Tensors are new
-        ones, which carry no gradients.
+    None weighs all ranks alike. A value of weight 0 is ignored, even NaN. It is NaN where no rank
+    has any weight.
 
     Raises:
         FleetConfigError: A value is no number, or `weight` is no finite one, or negative.
@@ -165,11 +153,7 @@ def one_number(value: Any, name: str) -> Tensor:
 
 
 def one_weight(value: Any) -> Tensor:
-    """`value` as `one_number`, checked where it need not be waited for.
-
-    Raises:
-        FleetConfigError: It is no number, or no finite one, or negative.
-    """
+    """`value` as `one_number`, checked where it need not be waited for."""
     own = one_number(value, "weight")
     if own.is_cpu:
         check_weight(own.item(), value)
@@ -177,11 +161,7 @@ def one_weight(value: Any) -> Tensor:
 
 
 def check_weight(own: float, given: Any) -> None:
-    """Check that what was given as a weight is a finite number >= 0.
-
-    Raises:
-        FleetConfigError: It is not.
-    """
+    """Check that what was given as a weight is a finite number >= 0; raise if it is not."""
     if not 0 <= own < math.inf:  # neither is NaN
         raise FleetConfigError(
             f"`weight` is {given!r}, but must be a finite number >= 0: the number of samples or "

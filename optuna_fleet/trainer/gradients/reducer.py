@@ -56,10 +56,6 @@ class Reducer:
 
     It refers to parameters weakly: a finished trial's memory is free at once.
 
-    Args:
-        weights: What this rank's gradients weigh.
-        remark: Called with a key and a sentence for the user.
-
     Attributes:
         num_passes: Backward passes that have reached a parameter, on one device as well.
     """
@@ -172,11 +168,7 @@ class Reducer:
         self._expected = self._plan(known) if len(self._reached) == 1 else None
 
     def _agreed(self) -> bytes:
-        """What kind of gradient each parameter has, on any rank.
-
-        Raises:
-            TrialError: The ranks are not at the same batch.
-        """
+        """What kind of gradient each parameter has, on any rank."""
         own = self._arrived + bytes([self._tag, _TAGS - self._tag])
         everyone = torch.frombuffer(own, dtype=torch.uint8).to(wire_device())
         dist.all_reduce(everyone, dist.ReduceOp.MAX)
@@ -207,17 +199,12 @@ class _Plan:
         # Backward reaches the last layers first.
         indices = [index for index, kind in enumerate(pattern) if kind][::-1]
         there = [(index, param) for index in indices if (param := params[index]()) is not None]
+        chunks = list(_chunks(there))
         self._buckets = [
             _Bucket([param for _, param in chunk], [pattern[index] for index, _ in chunk])
-            for chunk in _chunks(there)
+            for chunk in chunks
         ]
-        # In this order, as there: by dtype and size.
-        sizes = [len(bucket.params) for bucket in self._buckets]
-        numbers = itertools.chain.from_iterable(
-            itertools.repeat(number, size) for number, size in enumerate(sizes)
-        )
-        self.bucket_of = dict(zip((index for index, _ in there), numbers, strict=True))
-        self._sizes = sizes
+        self.bucket_of = {index: n for n, chunk in enumerate(chunks) for index, _ in chunk}
         self.begin()
 
     def begin(self) -> None:
@@ -226,7 +213,7 @@ class _Plan:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        self.missing = list(self._sizes)
+        self.missing = [len(bucket.params) for bucket in self._buckets]
         self._num_launched = 0
 
     @torch.no_grad()
@@ -305,9 +292,7 @@ class _Bucket:
     def collect(self, tag: int) -> bool:
         """Wait for the sums and make them the parameters' gradients.
 
-        Returns:
-            Whether any rank has more, where that can be told: on the CPU. Elsewhere to look would
-            wait for the device.
+        Returns whether any rank has more, on the CPU. Elsewhere to look would wait for the device.
 
         Raises:
             TrialError: The ranks are not at the same batch. On the CPU only.

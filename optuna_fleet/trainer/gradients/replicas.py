@@ -34,11 +34,7 @@ APART = (
 
 
 def check_same(module: torch.nn.Module) -> None:
-    """Compare the structure of a model over the ranks.
-
-    Raises:
-        TrialError: It differs.
-    """
+    """Compare the structure of a model over the ranks."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     # A collective on unlike sizes would abort the process.
     if not are_same((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors):
@@ -57,15 +53,10 @@ def make_same(module: torch.nn.Module) -> None:
 
 
 class Net:
-    """Compares what the ranks have, as a whole.
+    """Compares what the ranks have, as a whole: what was prepared so far, and ``trial.state``.
 
     At the end of each training pass, and before a checkpoint is made. So none is made, and no
     value reported, of ranks that are apart.
-
-    Args:
-        objects: What was prepared so far; grows while the objective runs.
-        state: ``trial.state``.
-        weights: Tells whether the trial has trained since.
     """
 
     def __init__(self, objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> None:
@@ -93,19 +84,12 @@ class Net:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """Of something that ranks have alike.
-
-    Attributes:
-        name: What it is, in words.
-        total: The sum of its numbers.
-        size: That of their absolute values.
-        tolerance: By what part of that the sum may differ.
-    """
+    """Of something that ranks have alike."""
 
     name: str
     total: Tensor
-    size: Tensor
-    tolerance: float
+    size: Tensor  # the sum of absolute values
+    tolerance: float  # by what part of that the total may differ
 
 
 def _apart(found: list[_Sum]) -> list[str]:

@@ -26,15 +26,12 @@ from optuna_fleet.trainer.session import Collectives
 _MOST_AHEAD = 64  # batches; of those that are read further ahead the last count
 
 
-@dataclass(frozen=True)  # no slots: torch.compile of torch 2.4 keeps weak references to these
+@dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part of a batch.
+    """A rank's part of a batch, in samples.
 
-    Attributes:
-        local_size: Samples of the batch on this rank; 0 for a padding sample, which only keeps the
-            ranks in step and counts for nothing.
-        global_size: Samples of the batch on all ranks; 0 while nothing is known, and then every
-            rank counts alike.
+    A padding sample, which only keeps the ranks in step, counts for nothing: it has 0 of them.
+    While nothing is known both are 0, and every rank counts alike.
     """
 
     local_size: int = 0
@@ -60,17 +57,11 @@ class Share:
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass over training batches.
+    """One pass over training batches."""
 
-    Attributes:
-        last: The shares of its batches that were handed out last.
-        num_new: How many were since gradients were reduced.
-        ahead: Most that were between two reductions: a loss may be of any of so many.
-    """
-
-    last: deque[Share] = field(default_factory=lambda: deque(maxlen=_MOST_AHEAD))
-    num_new: int = 0
-    ahead: int = 1
+    last: deque[Share] = field(default_factory=lambda: deque(maxlen=_MOST_AHEAD))  # handed out
+    num_new: int = 0  # of these since gradients were reduced
+    ahead: int = 1  # most that were between two reductions: a loss may be of any of so many
 
     @property
     def is_used_up(self) -> bool:
@@ -81,32 +72,24 @@ class _Pass:
         """What a loss may be of."""
         return list(self.last)[-max(self.ahead, self.num_new) :]
 
-    def reduced(self) -> None:
-        """Gradients were."""
-        self.ahead, self.num_new = max(self.ahead, self.num_new), 0
-
 
 class Weights:
     """What the batches of a rank weigh. One per run; its reducer and BatchNorms look at it.
 
     Attributes:
+        too_wide: See `Widths`.
         present: The share of the batch that was handed out last.
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
         step: How many batches were handed out for training; 0 where another thread takes them.
-
-    Args:
-        go_on_with_fewer: Told of what can't be done on so many devices, and on how many it can,
-            before it is raised.
-        collectives: Told of each that begins.
     """
 
     def __init__(
         self,
-        go_on_with_fewer: Callable[[str, int], object] = lambda text, max_devices: None,
+        too_wide: Callable[..., TrialError] = TrialError,
         collectives: Collectives | None = None,
     ) -> None:
-        self._go_on_with_fewer = go_on_with_fewer
+        self.too_wide = too_wide
         self._collectives = Collectives() if collectives is None else collectives
         self._thread = threading.get_ident()
         self._is_threaded = False
@@ -139,11 +122,6 @@ class Weights:
                 f"a local variable, and call {purpose}() after the loop.",
                 max_devices=min(sizes),
             )
-
-    def too_wide(self, text: str, *, max_devices: int = 1) -> TrialError:
-        """What can't be done on so many devices was told; returns what is to be raised."""
-        self._go_on_with_fewer(text, max_devices)
-        return TrialError(text)
 
     # -- batches ----------------------------------------------------------------------------------
 
@@ -199,16 +177,14 @@ class Weights:
             TrialError: The batches at hand weigh unlike.
         """
         if self._settled is None:
-            self._settled = self._settle()
+            shares = self._at_hand()
+            if len({share.pattern for share in shares}) == 1:
+                self._settled = shares[-1]
+            elif self._is_weighted and (self._is_ahead or not _have_padding(shares)):
+                self._settled = Share()
+            else:
+                raise self._unlike(shares)
         return self._settled
-
-    def _settle(self) -> Share:
-        shares = self._at_hand()
-        if len(shares) == 1 or len({share.pattern for share in shares}) == 1:
-            return shares[-1]
-        if self._is_weighted and (self._is_ahead or not _have_padding(shares)):
-            return Share()
-        raise self._unlike(shares)
 
     def are_padding(self) -> bool:
         """Whether the samples that a model is called with must not count on this rank.
@@ -243,11 +219,7 @@ class Weights:
     def weigh(self, loss: Tensor, weight: Tensor, *, fetched_ahead: bool) -> Tensor:
         """Returns `loss`, whose gradients will count with that weight instead of the shard's.
 
-        Args:
-            loss: This rank's loss.
-            weight: A scalar; of the ranks' sum this is its part in the trial's loss.
-            fetched_ahead: The loss may be of another batch than the last; `weight` is 0 where that
-                is padding.
+        If it may be of another batch than the last, `weight` is 0 where that is padding.
         """
         self.begin("trial.weighted")
         is_padding = self.present.dummy and not fetched_ahead
@@ -265,7 +237,7 @@ class Weights:
     def reduced(self) -> None:
         """Gradients were reduced."""
         for one in self._passes.values():
-            one.reduced()
+            one.ahead, one.num_new = max(one.ahead, one.num_new), 0
         self._settled, self._is_weighted = None, False
 
 

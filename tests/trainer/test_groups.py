@@ -1,0 +1,141 @@
+"""Groups of a trial's ranks: they leave nothing behind, and hold up nobody who comes next."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.distributed as dist
+
+from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.trainer import groups, nested
+from optuna_fleet.trainer.groups import GroupSpec
+from tests.fleets import Leg
+
+
+def values(fleet: Any, objective: Any, num_trials: int) -> list[float]:
+    """Of trials one after the other, on the same two devices."""
+    fleet.script = {number: [Leg((0, 1))] for number in range(num_trials)}
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=num_trials, executor=fleet)
+    return [trial.value for trial in study.trials]
+
+
+def counts(trial: Any, *, what: str) -> float:
+    groups.wait_until_left()  # those of trials before
+    found = {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "hook": id(sys.excepthook) % 10**9,  # which torch replaces
+    }
+    return float(trial.sum(found[what]))
+
+
+@pytest.mark.parametrize("what", ["files", "threads", "hook"])
+def test_groups_leave_nothing_behind(fleet: Any, what: str) -> None:
+    seen = values(fleet, functools.partial(counts, what=what), 12)
+    assert max(seen[6:]) <= seen[3] + 4 * (what == "files")
+    assert what != "hook" or len(set(seen)) == 1
+
+
+def part_ways(trial: Any) -> float:
+    """The first trial begins what the other rank never does."""
+    if trial.number == 0:
+        trial.sum(1)
+        dist.broadcast(torch.ones(1), src=1 - trial.rank, async_op=True)
+        return 2.0
+    return float(trial.sum(1))
+
+
+def test_ranks_that_went_different_ways_hold_up_no_other_group(fleet: Any) -> None:
+    began = time.monotonic()
+    assert values(fleet, part_ways, 3) == [2.0] * 3
+    assert time.monotonic() - began < 60  # they would wait for longer
+
+
+def join_late(trial: Any, *, mark: Path) -> float:
+    """Whether rank 1, which is the last to join, has done so when the group is there."""
+    if trial.number == 0 and trial.rank == 1:
+        begin = dist.init_process_group
+
+        def begin_slowly(*args: Any, **options: Any) -> None:
+            begin(*args, **options)
+            time.sleep(0.2)
+            mark.touch()
+            dist.init_process_group = begin
+
+        dist.init_process_group = begin_slowly
+    return float(mark.exists())
+
+
+def test_nobody_is_done_joining_before_all_have_joined(fleet: Any, tmp_path: Path) -> None:
+    """Or a rank that leaves at once would leave others behind that still connect."""
+    assert values(fleet, functools.partial(join_late, mark=tmp_path / "joined"), 2) == [0.0, 1.0]
+
+
+def alone(prefix: str) -> GroupSpec:
+    return GroupSpec(rank=0, world_size=1, prefix=prefix, store_host="", store_port=None)
+
+
+def test_who_has_joined_in_vain_begins_anew() -> None:
+    _store, port = groups.serve_store()
+    spec = GroupSpec(
+        rank=0, world_size=2, prefix="lonely", store_host="127.0.0.1", store_port=port
+    )
+    with pytest.raises(TrainerLostError, match="Rank 0 of 2"):
+        groups.join_group(spec, "gloo", timeout_s=1)
+    assert groups.group_size() == 1
+    assert dist.distributed_c10d._world.group_count == 0  # who counts on never meets others
+
+
+def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups.join_group(alone("x"), "gloo", timeout_s=5)
+
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "another")
+    monkeypatch.setattr(dist, "destroy_process_group", broken)
+    groups.leave_group()
+    assert not dist.is_initialized()
+    monkeypatch.undo()
+    groups.join_group(alone("x"), "gloo", timeout_s=5)
+    groups.leave_group()
+
+
+@pytest.mark.filterwarnings("ignore:Local rank information")
+def test_ignite_goes_by_the_present_group() -> None:
+    idist = pytest.importorskip("ignite.distributed")
+    for _ in range(2):
+        groups.join_group(alone("ignite"), "gloo", timeout_s=5)
+        assert idist.model_name() == "native-dist"
+        groups.leave_group()
+        assert idist.model_name() == "serial"
+
+
+class OfTheirs(UserDict[str, Any]):
+    """A batch class with a way of its own to a device."""
+
+    def to(self, device: torch.device) -> OfTheirs:
+        return OfTheirs({key: value.to(device) for key, value in self.items()})
+
+
+def test_what_moves_itself_is_asked_to() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    data = [packed, OfTheirs(x=torch.ones(1)), torch.ones(1)]
+    lengths, theirs, _ = nested.to_device(data, torch.device("meta"))
+    assert lengths.data.is_meta
+    assert lengths.batch_sizes.tolist() == [2, 1]
+    assert theirs["x"].is_meta
+    same = nested.map_tensors(data, lambda tensor: tensor + 1)
+    assert same[:2] == data[:2]
+    assert same[2] == 2
