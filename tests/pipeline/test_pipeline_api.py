@@ -49,7 +49,7 @@ def test_defaults_fit_the_machine():
     assert [default_preprocessors(c, cpu_slots=True) for c in (1, 8)] == [1, 2]
     assert [default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
     assert 1 << 20 < budget(None, None) < 1 << 45
-    assert default_chunk_bytes(10 << 30) == 20 << 20
+    assert default_chunk_bytes(10 << 30) == default_chunk_bytes(None) == 20 << 20
     assert default_chunk_bytes(1 << 20) == 64 << 10
     assert default_chunk_bytes(1 << 10) == 4096
 

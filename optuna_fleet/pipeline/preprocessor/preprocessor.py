@@ -124,10 +124,7 @@ class _Producer:
     def measure(self, order: MeasureSample) -> None:
         """Answers how large a preprocessed sample of the data set is."""
         self.told_s = time.monotonic()
-        key, chunk_size = order.key, None
-        if order.decider is not None and self.asking is not None:
-            answer, _ = self.asking.ask(order.decider, key.name)
-            chunk_size = answer.chunk_size if answer is not None else None
+        key = ChunkKey(order.name, 0, 0)
         by_user = self.spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self.chunk_bytes)
         header_bytes, is_repeatable, are_rows = 0, True, False
@@ -146,10 +143,9 @@ class _Producer:
         wire.send(
             self.sock,
             SampleMeasured(
-                key=key,
+                name=order.name,
                 sample_bytes=nbytes,
                 header_bytes=header_bytes,
-                chunk_size=chunk_size,
                 is_repeatable=is_repeatable,
                 are_rows=are_rows,
             ),
@@ -185,9 +181,9 @@ class _Producer:
         assert order.source is not None
         is_finished = self.spec.dataset(order.key.name).finish is None
         question = AskForChunk(order.key, order.chunk_size, is_finished)
-        answer, data = self.asking.ask(order.source, question)
+        has_answered, data = self.asking.ask(order.source, question)
         if data is None:
-            wire.send(self.sock, ChunkNotFetched(key=order.key, is_gone=answer is None))
+            wire.send(self.sock, ChunkNotFetched(key=order.key, is_gone=not has_answered))
         elif data.nbytes > order.max_bytes:
             wire.send(self.sock, ChunkOutgrew(key=order.key, nbytes=data.nbytes))
         else:
