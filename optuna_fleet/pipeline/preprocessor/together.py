@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from optuna_fleet.pipeline.spec import TOGETHER
@@ -47,6 +48,11 @@ class Together:
         if position is None or self._found is None:
             return False
         return position in self._found and (epoch, position - position % TOGETHER) == self._group
+
+    def rest(self, positions: range) -> list[Any]:
+        """Returns, of the samples at these positions, those that were read with the last one."""
+        found = self._found or {}
+        return [found.pop(position) for position in takewhile(found.__contains__, positions)]
 
     def __getitem__(self, index: int) -> Any:
         """Returns the sample.
