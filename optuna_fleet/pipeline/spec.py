@@ -17,6 +17,9 @@ MIN_CHUNK_SAMPLES = 8
 MAX_CHUNK_SAMPLES = 256
 """No chunk has more: whoever waits for the first of them waits for all."""
 
+MAX_CHUNK_TOGETHER = 2048
+"""The same where many samples are read at once."""
+
 MAX_CHUNK_ROWS = 8192
 """The same for rows of tensors, which are there at once."""
 

@@ -10,7 +10,7 @@ come out as views of the chunk. The choice is made chunk by chunk.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -173,11 +173,11 @@ class Chunk:
                 raise _UnlikeError
             return {key: self._together([each[key] for each in values]) for key in values[0]}
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return kind(*map(self._together, zip(*values, strict=True)))
+            return kind(*(self._together(leaves) for leaves in _transposed(values)))
         if kind is tuple or kind is list:
             if len({*map(len, values)}) > 1:
                 raise _UnlikeError
-            return [*map(self._together, zip(*values, strict=True))]
+            return [self._together(leaves) for leaves in _transposed(values)]
         return self._leaves(kind, values)
 
     def _leaves(self, kind: type[Any], values: Sequence[Any]) -> Column | Texts:
@@ -194,16 +194,16 @@ class Chunk:
     def _tensors(
         self, kind: type[Any], values: Sequence[torch.Tensor], joined: torch.Tensor | None = None
     ) -> Column:
-        if any(each.is_nested or each.is_quantized or each.requires_grad for each in values):
-            raise _UnlikeError
+        first = values[0]
         if kind is not torch.Tensor:
-            if type(torch.stack([values[0]])) is not torch.Tensor:
+            if first.is_nested or type(torch.stack([first])) is not torch.Tensor:
                 raise _UnlikeError
             values = [each.as_subclass(torch.Tensor) for each in values]
-        first = values[0]
-        if first.layout is not torch.strided or first.device.type != "cpu":
+            first = values[0]
+        if first.is_nested or first.is_quantized or first.device.type != "cpu":
             raise _UnlikeError
-        if len({(each.dtype, each.shape, each.layout, each.device) for each in values}) > 1:
+        looks = {(each.dtype, each.shape, each.layout, each.requires_grad) for each in values}
+        if looks != {(first.dtype, first.shape, torch.strided, False)}:
             raise _UnlikeError
         found = values if joined is None else joined
         return self._column("tensor", first.dtype, first.shape, found)
@@ -241,6 +241,11 @@ class Chunk:
         begin, end = self._end, self._end + max(nbytes, 1)
         self._end = -(-end // ALIGNMENT) * ALIGNMENT
         return begin
+
+
+def _transposed(values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    for number in range(len(values[0])):
+        yield tuple([each[number] for each in values])
 
 
 def chunk_in_memory(samples: Sequence[Any], *, collated_by_user: bool) -> Bytes:

@@ -200,11 +200,13 @@ class Samples:
             self.num_loaded += 1
             (sample,) = loaded
         else:
-            # Nothing is drawn for a sample that was read with others before.
-            if stages.prepare is not None or not (spec.batched and dataset.has_read()):
+            is_one_of_many = spec.batched and dataset.is_one_of_many()
+            if not is_one_of_many:
                 seed()
             sample = dataset[index]
             if stages.prepare is not None:
+                if is_one_of_many:
+                    seed()
                 sample = stages.prepare(sample)
             if store is not None:
                 store.put(spec.name, index, sample)

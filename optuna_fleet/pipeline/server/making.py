@@ -38,6 +38,7 @@ from optuna_fleet.pipeline.server.workers import Spawn, Workers
 from optuna_fleet.pipeline.spec import (
     MAX_CHUNK_ROWS,
     MAX_CHUNK_SAMPLES,
+    MAX_CHUNK_TOGETHER,
     MIN_CHUNK_SAMPLES,
     TOGETHER,
     ChunkKey,
@@ -308,12 +309,15 @@ class Making:
         if not message.is_repeatable:
             self.notices.unseeded(name)
         self._measuring.discard(name)
+        least, most = MIN_CHUNK_SAMPLES, MAX_CHUNK_SAMPLES
+        if dataset.batched:
+            least, most = TOGETHER, MAX_CHUNK_TOGETHER
         size = message.chunk_size or choose_chunk_size(
             num_samples=dataset.num_samples,
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
-            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
-            most=MAX_CHUNK_ROWS if message.are_rows else MAX_CHUNK_SAMPLES,
+            least=least,
+            most=MAX_CHUNK_ROWS if message.are_rows else most,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
