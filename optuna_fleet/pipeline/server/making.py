@@ -33,15 +33,7 @@ from optuna_fleet.pipeline.server.notices import Notices
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
 from optuna_fleet.pipeline.server.space import Space
 from optuna_fleet.pipeline.server.workers import Spawn, Work, Workers
-from optuna_fleet.pipeline.spec import (
-    MAX_CHUNK_ROWS,
-    MAX_CHUNK_SAMPLES,
-    MIN_CHUNK_SAMPLES,
-    TOGETHER,
-    ChunkKey,
-    EpochKey,
-    choose_chunk_size,
-)
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 
 NUM_FETCHERS = 4
@@ -343,11 +335,10 @@ class Making:
             self.notices.unseeded(name)
         self._measuring.discard(name)
         size = choose_chunk_size(
-            num_samples=dataset.num_samples,
+            dataset,
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
-            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
-            most=MAX_CHUNK_ROWS if message.are_rows else MAX_CHUNK_SAMPLES,
+            are_rows=message.are_rows,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
