@@ -124,19 +124,12 @@ def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
 class AskForChunk(NamedTuple):
     """Asks a chunk's owner for it; its bytes must be what they would be here.
 
-    The name of a data set alone asks for the size of its chunks.
+    Answered by whether they follow.
     """
 
     key: ChunkKey
     chunk_size: int
     is_finished: bool
-
-
-class Answer(NamedTuple):
-    """Says how many samples make a chunk, or whether the bytes of one follow."""
-
-    chunk_size: int | None = None
-    follows: bool = False
 
 
 class Peers:
@@ -173,13 +166,6 @@ class Peers:
             return self._other(self._broadcaster)
         return self._other(self._owner(key))
 
-    def decider(self) -> Peer | None:
-        """Returns who says how many samples make a chunk; None if that is decided here.
-
-        Who joined later asks who joined earlier, so nobody waits in a circle.
-        """
-        return self._other(next(iter(self.plan.peers), None))
-
     def leave_out(self, peer: Peer) -> None:
         """Nobody here asks this peer for a while."""
         self._left_out_until[peer] = time.monotonic() + LEFT_OUT_S
@@ -203,22 +189,19 @@ class Asking:
         self._patience_s = patience_s
         self._channels: dict[Peer, Channel] = {}
 
-    def ask(
-        self, peer: Peer, question: str | AskForChunk
-    ) -> tuple[Answer | None, memoryview | None]:
-        """Returns a peer's answer, None if it is gone or slow, and the bytes of a chunk."""
+    def ask(self, peer: Peer, question: AskForChunk) -> tuple[bool, memoryview | None]:
+        """Returns whether a peer has answered (or is gone or slow), and the bytes of a chunk."""
         deadline = time.monotonic() + self._patience_s
         try:
             channel = self._channel(peer)
             channel.send(question)
-            answer: Answer = channel.receive(deadline - time.monotonic())
-            if not answer.follows:
-                return answer, None
-            return answer, channel.receive_bytes(deadline - time.monotonic())
+            if not channel.receive(deadline - time.monotonic()):
+                return True, None
+            return True, channel.receive_bytes(deadline - time.monotonic())
         except (EOFError, OSError, ProtocolError):
             if peer in self._channels:
                 self._channels.pop(peer).close()
-            return None, None
+            return False, None
 
     def _channel(self, peer: Peer) -> Channel:
         if peer not in self._channels:

@@ -13,7 +13,7 @@ from itertools import islice
 
 from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.exchange import PATIENCE_S, Answer, AskForChunk, Peers, Plan
+from optuna_fleet.pipeline.exchange import PATIENCE_S, AskForChunk, Peers, Plan
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
@@ -78,18 +78,13 @@ class Giver:
             channel.close()
             self._end_pass(channel)
 
-    def _hear(self, channel: Channel, question: str | AskForChunk) -> None:
-        if isinstance(question, str):
-            opened = self._open(ChunkKey(question, 0, 0))
-            opened.close()
-            channel.post(Answer(chunk_size=opened.chunk_size))
-            return
+    def _hear(self, channel: Channel, question: AskForChunk) -> None:
         key = question.key
         opened = self._open(key)
         is_finished = self._peers.spec.dataset(key.name).finish is None
         if (opened.chunk_size, is_finished) != (question.chunk_size, question.is_finished):
             opened.close()
-            channel.post(Answer())
+            channel.post(False)
             return
         self._asked[channel] = opened, key
         opened.advance(self._beyond(key), needed=[key.chunk])
@@ -131,7 +126,7 @@ class Giver:
 
     def _answer(self, channel: Channel, data: memoryview | None) -> None:
         with contextlib.suppress(OSError):  # its end will be read
-            channel.post(Answer(follows=data is not None))
+            channel.post(data is not None)
             if data is not None:
                 channel.post_bytes(data)
         data = None  # or the chunk would be copied when it is given back

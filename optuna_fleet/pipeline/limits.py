@@ -86,9 +86,12 @@ def most_preprocessors(cpus: int, *, num_slots: int, cpu_slots: bool) -> int:
     return max(1, cpus // 2 if cpu_slots else cpus - num_slots)
 
 
-def default_chunk_bytes(memory_bytes: int) -> int:
-    """Returns the chunk size for a budget: smaller if it is tiny."""
-    return min(CHUNK_BYTES, max(4096, memory_bytes // 16))
+def default_chunk_bytes(memory_bytes: int | None) -> int:
+    """Returns the chunk size for a budget that was given: smaller if that is tiny.
+
+    It does not follow from the machine's memory: nodes that share chunks must cut alike.
+    """
+    return CHUNK_BYTES if memory_bytes is None else min(CHUNK_BYTES, max(4096, memory_bytes // 16))
 
 
 def guess_sample_bytes(chunk_bytes: int) -> int:

@@ -140,13 +140,12 @@ class ChunkFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureSample:
-    """Asks for the size of a preprocessed sample: the first of chunk ``key``.
+    """Asks for the size of a preprocessed sample of a data set.
 
-    If there is a ``decider``, it says how many samples make a chunk.
+    Of the first ones of epoch 0, which are the same everywhere: so all nodes cut alike.
     """
 
-    key: ChunkKey
-    decider: Peer | None = None
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +153,16 @@ class SampleMeasured:
     """Answers it.
 
     Attributes:
-        key: The chunk whose first sample was measured.
+        name: The data set.
         sample_bytes: Bytes one sample takes in a chunk.
         header_bytes: Bytes a chunk takes beyond its samples.
-        chunk_size: Samples of a chunk, if another node has decided on that.
         is_repeatable: The first sample was the same when it was made again.
         are_rows: Samples are rows of tensors.
     """
 
-    key: ChunkKey
+    name: str
     sample_bytes: int
     header_bytes: int
-    chunk_size: int | None = None
     is_repeatable: bool = True
     are_rows: bool = False
 

@@ -128,13 +128,13 @@ class SharedPipeline:
         self._shards = operator.index(shards)
         by_name = data_options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
-        prepares = by_name("prepare", prepare, datasets, datasets)
-        augments = by_name("augment", augment, datasets, self._shuffled)
-        finishes = by_name("finish", finish, datasets, datasets)
+        parts = {
+            "prepare": by_name("prepare", prepare, datasets, datasets),
+            "augment": by_name("augment", augment, datasets, self._shuffled),
+            "finish": by_name("finish", finish, datasets, datasets),
+        }
         stages = {
-            name: Stages(
-                prepare=prepares.get(name), augment=augments.get(name), finish=finishes.get(name)
-            )
+            name: Stages(**{what: functions.get(name) for what, functions in parts.items()})
             for name in datasets
         }
         self._source = Source(datasets=datasets, stages=stages, samplers=samplers)
@@ -199,28 +199,26 @@ class SharedPipeline:
 
     def spec(self) -> PipelineSpec:
         """Returns the description of the data sets, as far as no sample has to be read for it."""
-        stages, shares = self._source.stages, self._num_alone is None
-        kept = {name for name in self._shuffled if shares and stages[name].in_parts}
-        lengths = {name: self._length(name) for name in self._lengths}
-        return PipelineSpec(
-            seed=self.seed,
-            datasets=tuple(
-                DatasetSpec(
-                    name=name,
-                    num_samples=self._num_drawn.get(name, length),
-                    length=length,
-                    shards=self._shards
-                    if data_options.is_stream(self._source.datasets[name])
-                    else 0,
-                    sampled=name in self._source.samplers,
-                    shuffled=name in self._shuffled,
-                    batched=name in self._batched,
-                    kept=name in kept and not data_options.is_stream(self._source.datasets[name]),
-                    collate=packed_part("collate_fn", name, self._collates.get(name)),
-                )
-                for name, length in lengths.items()
-            ),
-            on_error=self._on_error,
+        datasets = tuple(map(self._described, self._lengths))
+        return PipelineSpec(seed=self.seed, datasets=datasets, on_error=self._on_error)
+
+    def _described(self, name: str) -> DatasetSpec:
+        source, length = self._source, self._length(name)
+        is_shuffled, is_stream = (
+            name in self._shuffled,
+            data_options.is_stream(source.datasets[name]),
+        )
+        is_in_parts = source.stages[name].in_parts
+        return DatasetSpec(
+            name=name,
+            num_samples=self._num_drawn.get(name, length),
+            length=length,
+            shards=self._shards if is_stream else 0,
+            sampled=name in source.samplers,
+            shuffled=is_shuffled,
+            batched=name in self._batched,
+            kept=is_in_parts and is_shuffled and not is_stream and self._num_alone is None,
+            collate=packed_part("collate_fn", name, self._collates.get(name)),
         )
 
     def _length(self, name: str) -> int:

@@ -17,6 +17,9 @@ MIN_CHUNK_SAMPLES = 8
 MAX_CHUNK_SAMPLES = 256
 """No chunk has more: whoever waits for the first of them waits for all."""
 
+MAX_CHUNK_TOGETHER = 2048
+"""The same where many samples are read at once."""
+
 MAX_CHUNK_ROWS = 8192
 """The same for rows of tensors, which are there at once."""
 
@@ -122,23 +125,21 @@ class PipelineSpec:
 
 
 def choose_chunk_size(
-    *,
-    num_samples: int,
-    sample_bytes: int,
-    chunk_bytes: int,
-    least: int = MIN_CHUNK_SAMPLES,
-    most: int = MAX_CHUNK_SAMPLES,
+    dataset: DatasetSpec, *, sample_bytes: int, chunk_bytes: int, are_rows: bool = False
 ) -> int:
-    """Returns how many samples a chunk of this data set holds.
+    """Returns how many samples a chunk of this data set holds; ``are_rows``: of tensors.
 
-    About ``chunk_bytes`` worth of them, at most ``most``, but few enough for an epoch to have
-    several chunks, though not for less than ``least`` samples each. A power of two where possible:
-    batches of usual sizes then seldom straddle two chunks. It never changes what a batch contains.
+    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks. A
+    power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
+    changes what a batch contains.
     """
+    least, most = MIN_CHUNK_SAMPLES, MAX_CHUNK_SAMPLES
+    if dataset.batched:
+        least, most = TOGETHER, MAX_CHUNK_TOGETHER
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
-    by_count = max(least, num_samples // MIN_CHUNKS_PER_EPOCH)
-    size = min(by_bytes, by_count, most)
-    return min(num_samples, 1 << (size.bit_length() - 1))
+    by_count = max(least, dataset.num_samples // MIN_CHUNKS_PER_EPOCH)
+    size = min(by_bytes, by_count, MAX_CHUNK_ROWS if are_rows else most)
+    return min(dataset.num_samples, 1 << (size.bit_length() - 1))
 
 
 def count_chunks(num_samples: int, chunk_size: int) -> int:

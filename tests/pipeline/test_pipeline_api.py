@@ -8,7 +8,7 @@ import optuna_fleet
 from optuna_fleet.pipeline import default_preprocessors
 from optuna_fleet.pipeline.limits import budget, default_chunk_bytes, most_preprocessors
 from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError, ChunkProduced
-from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
+from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.pipeline.wire import encode
 
@@ -22,17 +22,21 @@ def test_importing_the_pipeline_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", stub + code], cwd=root).returncode == 0
 
 
+def size_of(num_samples: int, sample_bytes: int, chunk_bytes: int = 4 << 20) -> int:
+    spec = DatasetSpec(name="train", num_samples=num_samples, length=num_samples, shuffled=True)
+    return choose_chunk_size(spec, sample_bytes=sample_bytes, chunk_bytes=chunk_bytes)
+
+
 def test_chunk_sizes():
-    big = choose_chunk_size(num_samples=10**6, sample_bytes=150_000, chunk_bytes=4 << 20)
-    assert big == 16
-    assert choose_chunk_size(num_samples=10**6, sample_bytes=10**8, chunk_bytes=4 << 20) == 1
-    assert choose_chunk_size(num_samples=3, sample_bytes=4, chunk_bytes=4 << 20) == 3
-    assert choose_chunk_size(num_samples=1600, sample_bytes=4, chunk_bytes=4 << 20) == 64
-    assert choose_chunk_size(num_samples=10**6, sample_bytes=4, chunk_bytes=4 << 20) == 256
+    assert size_of(10**6, 150_000) == 16
+    assert size_of(10**6, 10**8) == 1
+    assert size_of(3, 4) == 3
+    assert size_of(1600, 4) == 64
+    assert size_of(10**6, 4) == 256
 
 
 def test_news_of_the_largest_chunk_fits_into_a_packet():
-    size = choose_chunk_size(num_samples=10**9, sample_bytes=1, chunk_bytes=20 << 20)
+    size = size_of(10**9, 1, chunk_bytes=20 << 20)
     indices = range(2**31 - size, 2**31)
     done = ChunkProduced(
         key=ChunkKey("train", 10**6, 10**6),
@@ -49,7 +53,7 @@ def test_defaults_fit_the_machine():
     assert [default_preprocessors(c, cpu_slots=True) for c in (1, 8)] == [1, 2]
     assert [default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
     assert 1 << 20 < budget(None, None) < 1 << 45
-    assert default_chunk_bytes(10 << 30) == 20 << 20
+    assert default_chunk_bytes(10 << 30) == default_chunk_bytes(None) == 20 << 20
     assert default_chunk_bytes(1 << 20) == 64 << 10
     assert default_chunk_bytes(1 << 10) == 4096
 

@@ -8,7 +8,6 @@ import pytest
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.pipeline_messages import AtWork, MeasureSample
 from optuna_fleet.pipeline.server.workers import Workers
-from optuna_fleet.pipeline.spec import ChunkKey
 
 
 def test_who_is_done_is_not_killed_because_nobody_has_looked_for_long(
@@ -26,11 +25,11 @@ def test_who_is_done_is_not_killed_because_nobody_has_looked_for_long(
             main=lambda sock: None,
             selector=selector,
             on_message=heard.append,
-            on_lost=lambda key: None,
+            on_lost=lambda work: None,
             on_idle=lambda: None,
             clock=lambda: now[0],
         )
-        work = MeasureSample(key=ChunkKey("train", 0, 0))
+        work = MeasureSample(name="train")
         pool.give(work)
         wire.send(theirs, "done")
         now[0] += 100

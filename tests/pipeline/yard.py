@@ -91,6 +91,12 @@ class Yard:
                 self._handle(key)
                 break
 
+    def see_exits(self, number: int) -> None:
+        """Runs until so many preprocessors have ended."""
+        while len(self.exits) < number:
+            for key in self._ready(True, True):
+                self._handle(key)
+
     def _delivered(self, message: object) -> None:
         # A chunk that was heard together with one that a reader waited for takes no time itself.
         if self.server.num_stalled():

@@ -5,25 +5,20 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from optuna_fleet.exceptions import is_out_of_memory
-from optuna_fleet.pipeline.chunks.columns import Column, leaf
-from optuna_fleet.pipeline.chunks.layout import ALIGNMENT, HEAD, DenseHeader, ObjectHeader
-from optuna_fleet.pipeline.chunks.structure import rebuild, rebuild_batch
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+from optuna_fleet.pipeline.chunks.layout import ALIGNMENT, HEAD, Bytes, Column, Header, Texts
 
 
 @lru_cache(maxsize=16)
-def _header(packed: bytes) -> DenseHeader | ObjectHeader:
+def _header(packed: bytes) -> Header:
     """Most chunks of a data set have the same."""
-    header: DenseHeader | ObjectHeader = pickle.loads(packed)
+    header: Header = pickle.loads(packed)
     return header
 
 
@@ -39,7 +34,7 @@ class ChunkView:
         self._found = weakref.ref(chunk)
         begin, length = HEAD.unpack_from(chunk.data)
         self.header = _header(chunk[begin : begin + length].tobytes())
-        self._columns: list[torch.Tensor | list[Any]] | None = None
+        self._rows: dict[int, torch.Tensor] = {}
         self._nbytes = begin + length
 
     @property
@@ -55,44 +50,43 @@ class ChunkView:
 
     def is_used(self) -> bool:
         """Returns whether anybody has a batch or a part of one; if not, the view is at its end."""
-        self._columns = self._chunk = None
+        self._rows.clear()
+        self._chunk = None
         self._chunk = self._found()
         return self._chunk is not None
 
-    def columns(self, start: int, stop: int) -> list[torch.Tensor | list[Any]]:
-        """Returns samples [start, stop) of each column of a dense chunk, without copying."""
-        assert isinstance(self.header, DenseHeader)
-        if self._columns is None:
-            places = zip(self.header.columns, self.header.offsets, strict=False)
-            self._columns = [self._map(column, offset) for column, offset in places]
-        return [column[start:stop] for column in self._columns]
+    def rows(self, column: Column, start: int, stop: int) -> torch.Tensor:
+        """Returns samples [start, stop) of a column, without copying."""
+        if (found := self._rows.get(column.offset)) is None:
+            found = self._rows[column.offset] = column.rows(self.chunk, self.header.num_samples)
+        return found[start:stop]
 
     def samples(self, start: int, stop: int) -> list[Any]:
-        """Returns samples [start, stop) one by one, as the data set gave them."""
-        if isinstance(self.header, ObjectHeader):
-            memory = self.chunk.data
-            found = []
-            for blobs in self.header.blobs[start:stop]:
-                pickled, *buffers = (memory[begin:end] for begin, end in blobs)
-                found.append(pickle.loads(pickled, buffers=buffers))
-            return found
-        structure = self.header.structure
-        parts = list(zip(self.header.columns, self.columns(start, stop), strict=True))
-        return [
-            rebuild(structure, (leaf(column, part[i]) for column, part in parts))
-            for i in range(stop - start)
-        ]
+        """Returns samples [start, stop) one by one, for a ``collate_fn``."""
+        if self.header.batch is not None:
+            return [self._sample(self.header.batch, number) for number in range(start, stop)]
+        memory, found = self.chunk.data, []
+        for blobs in self.header.blobs[start:stop]:
+            pickled, *buffers = (memory[begin:end] for begin, end in blobs)
+            found.append(pickle.loads(pickled, buffers=buffers))
+        return found
 
-    def _map(self, column: Column, offset: int) -> torch.Tensor | list[Any]:
-        assert isinstance(self.header, DenseHeader)
-        if column.dtype is None:
-            return list(column.texts)
-        shape = (self.header.num_samples, *column.shape)
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(shape, dtype=column.dtype, device="cpu")
-        flat = torch.frombuffer(self.chunk, dtype=column.dtype, count=count, offset=offset)
-        return flat.view(shape)
+    def _sample(self, batch: Any, number: int) -> Any:
+        """Puts one together again, but for tuples: collating makes lists of them all the same."""
+        if isinstance(batch, Texts):
+            return batch.values[number]
+        if not isinstance(batch, Column):
+            return _mapped(lambda part: self._sample(part, number), batch)
+        (row,) = self.rows(batch, number, number + 1)
+        match batch.kind:
+            case "tensor":
+                return row
+            case "number":
+                return row.item()
+            case "array":
+                return row.numpy()
+            case "scalar":
+                return row.numpy()[()]
 
 
 Part = tuple[ChunkView, int, int]
@@ -107,13 +101,42 @@ def cut_batch(
     There is at least one. Without a ``collate_fn`` of the user's, what would be a view of a chunk
     is a copy where that is wanted.
     """
-    if collate is None and _alike(parts):
-        header = parts[0][0].header
-        assert isinstance(header, DenseHeader)
-        pieces = zip(*(chunk.columns(start, stop) for chunk, start, stop in parts), strict=True)
-        return rebuild_batch(header.structure, map(partial(_join, copies=copies), pieces))
+    batches = [chunk.header.batch for chunk, _, _ in parts]
+    if collate is None and batches[0] is not None and batches.count(batches[0]) == len(batches):
+        return _cut(parts, batches, copies)
     samples = [sample for chunk, start, stop in parts for sample in chunk.samples(start, stop)]
     return _collated(samples, collate)
+
+
+def _cut(parts: Sequence[Part], batches: Sequence[Any], copies: bool) -> Any:
+    first = batches[0]
+    if isinstance(first, Column):
+        found = [view.rows(each, *at) for (view, *at), each in zip(parts, batches, strict=True)]
+        return _joined(found, copies)
+    if isinstance(first, Texts):
+        texts = [
+            each.values[start:stop] for (_, start, stop), each in zip(parts, batches, strict=True)
+        ]
+        return sum(texts[1:], texts[0])
+    return _mapped(lambda *each: _cut(parts, each, copies), *batches)
+
+
+def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
+    """What a function makes of each part of batches that are alike, nested as they are."""
+    first = batches[0]
+    if type(first) is dict:
+        return {key: function(*(each[key] for each in batches)) for key in first}
+    found = [*map(function, *batches)]
+    return found if type(first) is list else type(first)(*found)
+
+
+def _joined(pieces: Sequence[torch.Tensor], copies: bool) -> torch.Tensor:
+    if len(pieces) > 1:
+        return torch.cat([*pieces])
+    tensor = pieces[0]
+    # Where a batch begins inside a chunk must not reach the last bits of what is computed from it:
+    # some kernels depend on alignment, and torch's own tensors are always aligned.
+    return tensor.clone() if copies or tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _collated(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> Any:
@@ -129,28 +152,3 @@ def _collated(samples: list[Any], collate: Callable[[list[Any]], Any] | None) ->
             "Let all have the same structure and shapes (of PIL images, transforms like ToImage() "
             "make tensors), or give SharedPipeline(collate_fn=...), as for a DataLoader."
         ) from error
-
-
-def _alike(parts: Sequence[Part]) -> bool:
-    first = parts[0][0].header
-    return isinstance(first, DenseHeader) and all(
-        isinstance(chunk.header, DenseHeader)
-        and chunk.header.structure == first.structure
-        and [_looks(c) for c in chunk.header.columns] == [_looks(c) for c in first.columns]
-        for chunk, _, _ in parts[1:]
-    )
-
-
-def _looks(column: Column) -> tuple[object, ...]:
-    return column.kind, column.dtype, column.shape
-
-
-def _join(pieces: Sequence[Any], *, copies: bool) -> Any:
-    if isinstance(pieces[0], list):
-        return [text for piece in pieces for text in piece]
-    if len(pieces) > 1:
-        return torch.cat(list(pieces))
-    tensor = pieces[0]
-    # Where a batch begins inside a chunk must not reach the last bits of what is computed from it:
-    # some kernels depend on alignment, and torch's own tensors are always aligned.
-    return tensor.clone() if copies or tensor.data_ptr() % ALIGNMENT else tensor

@@ -1,269 +1,257 @@
-"""How samples lie in a chunk.
+"""How samples lie in a chunk: put together once, so that batches are rows of what is there.
 
-``[place and length of the header: 16 bytes][padding to 64][body][header: pickle]``. In the *dense*
-layout the body holds each leaf of all samples as one contiguous array, so a batch is a slice, and
-large leaves are written when their sample is there. Where samples differ in structure or shape, or
-the user collates, it is the *object* layout: samples one after another, each a pickle and, beside
-it, its tensors and arrays, which come out as views of the chunk. The header says which; the choice
-is made chunk by chunk.
+``[place and length of the pickle: 16 bytes][padding to 64][tensors][pickle]``. Of samples that are
+alike, the pickle is the batch that torch's ``default_collate`` makes of all of them, with a
+`Column` in the place of each tensor. Where samples differ in structure, type or shape, or the user
+collates, they lie one after another: each a pickle and, beside it, its tensors and arrays, which
+come out as views of the chunk. The choice is made chunk by chunk.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from optuna_fleet.pipeline.chunks import columns
-from optuna_fleet.pipeline.chunks.columns import Column
 from optuna_fleet.pipeline.chunks.pickling import dumps, dumps_outside
-from optuna_fleet.pipeline.chunks.structure import Structure, flatten, rebuild
 
 ALIGNMENT = 64
-"""Bytes. Arrays begin at multiples of it, as torch's own do."""
+"""Bytes. Tensors begin at multiples of it, as torch's own do."""
 
 HEAD = struct.Struct("<QQ")
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseHeader:
-    """Columns and, for each, its place in bytes from the beginning of the chunk."""
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One leaf of all samples, as a tensor: equal to another if both can be in one batch.
+
+    Attributes:
+        kind: What it is in a sample: a tensor, a NumPy array, a Python number, a NumPy scalar.
+        dtype: Of its elements, as ``default_collate`` chooses it.
+        shape: Of one sample's leaf.
+        offset: Where it begins in the chunk.
+    """
+
+    kind: Literal["tensor", "array", "number", "scalar"]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int = field(default=0, compare=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one sample's leaf."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def rows(self, chunk: Any, num_samples: int) -> torch.Tensor:
+        """Returns the tensor, as a view of the chunk."""
+        shape = (num_samples, *self.shape)
+        if not (count := torch.Size(shape).numel()):
+            return torch.empty(shape, dtype=self.dtype, device="cpu")
+        flat = torch.frombuffer(chunk, dtype=self.dtype, count=count, offset=self.offset)
+        return flat.view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A leaf that is text in all samples; a tuple where ``default_collate`` gives one."""
+
+    values: Sequence[Any] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the pickle says.
+
+    Attributes:
+        num_samples: Of the chunk.
+        batch: Dicts, lists and namedtuples with `Column` and `Texts` in them; None if the samples
+            lie one after another.
+        blobs: Then, for each sample, where its blobs begin and end: the first is its pickle, the
+            others are the tensors and arrays that the pickle leaves out.
+    """
 
     num_samples: int
-    structure: Structure
-    columns: tuple[Column, ...]
-    offsets: tuple[int, ...]
+    batch: Any = None
+    blobs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectHeader:
-    """Where each sample's blobs begin and end in the chunk.
+class _UnlikeError(Exception):
+    """Samples can't be put together."""
 
-    The first is its pickle, the others are the tensors and arrays that the pickle leaves out.
+
+class Chunk:
+    """Samples that are put together, or pickled, but not yet written.
+
+    Attributes:
+        nbytes: What it takes.
+        sample_bytes: What its largest sample takes, without what it takes for all of them.
     """
 
-    blobs: tuple[tuple[tuple[int, int], ...], ...]
-
-
-class OutgrownError(Exception):
-    """The samples do not fit; they take so many bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-def aligned(nbytes: int) -> int:
-    """Returns ``nbytes`` rounded up to the alignment."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class ChunkWriter:
-    """Writes so many samples into a chunk, one by one.
-
-    ``room`` begins at a multiple of the alignment. Those that are ``collated_by_user`` must come
-    out as they are.
-    """
-
-    def __init__(self, room: memoryview, num_samples: int, *, collated_by_user: bool) -> None:
-        self._room = room
+    def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
-        self._dense: _Dense | None = None
-        self._objects: list[Any] | None = [] if collated_by_user else None
-
-    def add(self, sample: Any) -> None:
-        """Adds a sample.
-
-        Raises:
-            OutgrownError: It is known by now that they do not fit.
-        """
-        if self._objects is None and self._dense is None:
-            try:
-                self._dense = _Dense.of(self._room, self._num_samples, sample)
-            except OutgrownError:
-                self._objects = [sample]
-                raise
-        if self._dense is not None:
-            if self._dense.add(sample):
-                return
-            self._objects, self._dense = self._dense.samples(), None
-        self._objects = self._objects or []
-        self._objects.append(sample)
-
-    def samples(self) -> list[Any]:
-        """Returns what was added so far."""
-        return self._objects or [] if self._dense is None else self._dense.samples()
-
-    def finish(self) -> int:
-        """Writes what is left to write, and returns the bytes that the chunk takes.
-
-        Raises:
-            OutgrownError: The samples do not fit.
-        """
-        if self._dense is not None:
-            return self._dense.finish()
-        return _write_objects(self._room, self._objects or [])
-
-
-def write_rows(room: memoryview, rows: Sequence[torch.Tensor]) -> int | None:
-    """Writes samples that are tuples of a row of each tensor, all at once.
-
-    Returns:
-        The bytes they take; None if they can't be written so.
-
-    Raises:
-        OutgrownError: They do not fit.
-    """
-    dense = _Dense.of(room, len(rows[0]), tuple(each[0] for each in rows))
-    return None if dense is None else dense.write_rows(rows)
-
-
-def write_chunk(
-    samples: Sequence[Any], *, collated_by_user: bool
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns a chunk in memory of its own; arguments as of `ChunkWriter`."""
-    nbytes = 4096
-    while True:
-        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-        chunk = memory[-memory.ctypes.data % ALIGNMENT :][:nbytes]
-        writer = ChunkWriter(chunk.data, len(samples), collated_by_user=collated_by_user)
-        try:
-            for sample in samples:
-                writer.add(sample)
-            return chunk[: writer.finish()]
-        except OutgrownError as error:
-            nbytes = error.nbytes
-
-
-def sample_bytes(sample: Any, *, collated_by_user: bool) -> int:
-    """Returns about how many bytes a sample takes in a chunk."""
-    leaves: list[Any] = []
-    flatten(sample, leaves)
-    if not collated_by_user and all(columns.describe(leaf) for leaf in leaves):
-        return sum(map(columns.leaf_bytes, leaves))
-    return sum(aligned(len(blob)) for blob in dumps_outside(sample))
-
-
-class _Dense:
-    """Samples of one structure, whose leaves are alike."""
-
-    def __init__(self, room: memoryview, header: DenseHeader, first: list[Any], end: int) -> None:
-        self._room = room
-        self._header = header
-        self._first = first
-        self._end = end
-        self._small: list[list[Any]] = [[] for _ in header.columns]
-        self._num_added = 0
-        self._large = {
-            number: torch.frombuffer(
-                room,
-                dtype=column.dtype,
-                count=header.num_samples * column.sample_bytes // column.dtype.itemsize,
-                offset=offset,
-            ).view(header.num_samples, *column.shape)
-            for number, (column, offset) in enumerate(
-                zip(header.columns, header.offsets, strict=True)
-            )
-            if column.dtype is not None and columns.is_large(column)
-        }
+        self._columns: list[tuple[Column, Any]] = []
+        self._blobs: list[tuple[int, bytes | memoryview]] = []
+        self._end = ALIGNMENT
 
     @classmethod
-    def of(cls, room: memoryview, num_samples: int, sample: Any) -> _Dense | None:
-        """Plans the layout of samples like this one; None if it has to be the other."""
-        leaves: list[Any] = []
-        structure = flatten(sample, leaves)
-        described = [columns.describe(leaf) for leaf in leaves]
-        found = tuple(column for column in described if column is not None)
-        if len(found) < len(described):
-            return None
-        sizes = (aligned(num_samples * column.sample_bytes) for column in found)
-        *offsets, end = accumulate(sizes, initial=ALIGNMENT)
-        header = DenseHeader(
-            num_samples=num_samples,
-            structure=structure,
-            columns=found,
-            offsets=tuple(offsets),
-        )
-        if (need := end + len(dumps(header))) > room.nbytes:
-            raise OutgrownError(need)
-        return cls(room, header, leaves, end)
+    def of(cls, samples: Sequence[Any], *, collated_by_user: bool) -> Chunk:
+        """Returns the chunk of these samples; ``collated_by_user``, they come out as they are.
 
-    def add(self, sample: Any) -> bool:
-        """Adds a sample, if it is like the first one."""
-        leaves: list[Any] = []
-        if flatten(sample, leaves) != self._header.structure:
-            return False
-        if not all(map(columns.is_alike, self._header.columns, self._first, leaves)):
-            return False
-        for number, leaf in enumerate(leaves):
-            if number in self._large:
-                columns.write(self._large[number][self._num_added], leaf)
+        Raises:
+            ValueError: One has an array that torch makes no tensor of, as it is reversed.
+            Exception: One can't be pickled.
+        """
+        if not collated_by_user:
+            chunk = cls(len(samples))
+            with suppress(_UnlikeError):
+                return chunk._finished(Header(len(samples), chunk._together(samples)))
+        chunk = cls(len(samples))
+        return chunk._finished(Header(len(samples), blobs=chunk._one_by_one(samples)))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[torch.Tensor]) -> Chunk | None:
+        """Returns the chunk of samples that are tuples of a row of each tensor.
+
+        None if they can't be put together.
+        """
+        chunk = cls(len(rows[0]))
+        with suppress(_UnlikeError):
+            batch = [chunk._tensors(torch.Tensor, [each[0]], each) for each in rows]
+            return chunk._finished(Header(len(rows[0]), batch))
+        return None
+
+    def write(self, room: memoryview) -> None:
+        """Writes it to where there is room, from a multiple of the alignment on."""
+        for column, values in self._columns:
+            if not (rows := column.rows(room, self._num_samples)).numel():
+                continue
+            if isinstance(values, torch.Tensor):
+                rows.copy_(values)
+            elif column.kind == "array":  # by NumPy, as torch warns about arrays not writable
+                np.stack(values, out=rows.numpy())
             else:
-                self._small[number].append(leaf)
-        self._num_added += 1
-        return True
+                torch.stack(values, out=rows)
+        for begin, blob in self._blobs:
+            room[begin : begin + len(blob)] = blob
+        HEAD.pack_into(room, 0, self._end, self.nbytes - self._end)
 
-    def write_rows(self, rows: Sequence[torch.Tensor]) -> int:
-        """Writes all leaves and the header; returns the bytes of it all."""
-        for offset, each in zip(self._header.offsets, rows, strict=False):
-            written = columns.raw_bytes(each.detach())
-            self._room[offset : offset + written.nbytes] = written.data
-        return _write_header(self._room, self._end, self._header)
+    def _finished(self, header: Header) -> Chunk:
+        packed = dumps(header)
+        sizes = [sum(stop - begin for begin, stop in blobs) for blobs in header.blobs]
+        sizes.append(sum(column.row_bytes for column, _ in self._columns))
+        self.sample_bytes = max(sizes)
+        self.nbytes = self._end + len(packed)
+        self._blobs.append((self._end, packed))
+        return self
 
-    def samples(self) -> list[Any]:
-        """Returns what was added, in memory of its own."""
-        numbers = range(len(self._header.columns))
-        return [
-            rebuild(self._header.structure, (self._leaf(number, each) for number in numbers))
-            for each in range(self._num_added)
-        ]
+    def _one_by_one(self, samples: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
+        places = []
+        for sample in samples:
+            place = []
+            for blob in dumps_outside(sample):
+                begin = self._place(len(blob))
+                self._blobs.append((begin, blob))
+                place.append((begin, begin + len(blob)))
+            places.append(tuple(place))
+        return tuple(places)
 
-    def _leaf(self, number: int, sample: int) -> Any:
-        if number not in self._large:
-            return self._small[number][sample]
-        return columns.leaf(self._header.columns[number], self._large[number][sample].clone())
+    def _together(self, values: Sequence[Any]) -> Any:
+        """Goes down the nest as ``default_collate`` does, if it is the same in all samples."""
+        kind = type(values[0])
+        if {*map(type, values)} != {kind}:
+            raise _UnlikeError
+        if kind is dict:
+            if len({*map(tuple, values)}) > 1:
+                raise _UnlikeError
+            return {key: self._together([each[key] for each in values]) for key in values[0]}
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            return kind(*(self._together(leaves) for leaves in _transposed(values)))
+        if kind is tuple or kind is list:
+            if len({*map(len, values)}) > 1:
+                raise _UnlikeError
+            return [self._together(leaves) for leaves in _transposed(values)]
+        return self._leaves(kind, values)
 
-    def finish(self) -> int:
-        """Writes small leaves and the header; returns the bytes of it all."""
-        written = []
-        for number, column in enumerate(self._header.columns):
-            if column.kind == "text":
-                column = replace(column, texts=tuple(self._small[number]))
-            elif self._small[number] and column.sample_bytes:
-                joined = columns.joined(column, self._small[number])
-                begin = self._header.offsets[number]
-                self._room[begin : begin + joined.nbytes] = joined.data
-            written.append(column)
-        header = replace(self._header, columns=tuple(written))
-        return _write_header(self._room, self._end, header)
+    def _leaves(self, kind: type[Any], values: Sequence[Any]) -> Column | Texts:
+        if issubclass(kind, (str, bytes)):
+            return Texts(values)
+        if issubclass(kind, torch.Tensor):
+            return self._tensors(kind, values)
+        if kind is np.ndarray:
+            return self._arrays(values)
+        if kind in (int, float, bool) or issubclass(kind, np.generic):
+            return self._numbers(kind, values)
+        raise _UnlikeError
+
+    def _tensors(
+        self, kind: type[Any], values: Sequence[torch.Tensor], joined: torch.Tensor | None = None
+    ) -> Column:
+        first = values[0]
+        if kind is not torch.Tensor:
+            if first.is_nested or type(torch.stack([first])) is not torch.Tensor:
+                raise _UnlikeError
+            values = [each.as_subclass(torch.Tensor) for each in values]
+            first = values[0]
+        if first.is_nested or first.is_quantized or first.device.type != "cpu":
+            raise _UnlikeError
+        looks = {(each.dtype, each.shape, each.layout, each.requires_grad) for each in values}
+        if looks != {(first.dtype, first.shape, torch.strided, False)}:
+            raise _UnlikeError
+        found = values if joined is None else joined
+        return self._column("tensor", first.dtype, first.shape, found)
+
+    def _arrays(self, values: Sequence[Any]) -> Column:
+        for each in values:
+            if any(stride < 0 for stride in each.strides):
+                torch.from_numpy(each)  # raises ValueError, as under a DataLoader
+        if len({(each.dtype, each.shape) for each in values}) > 1:
+            raise _UnlikeError
+        try:
+            dtype = torch.from_numpy(np.empty(0, values[0].dtype)).dtype
+        except (TypeError, ValueError):
+            raise _UnlikeError from None
+        return self._column("array", dtype, values[0].shape, values)
+
+    def _numbers(self, kind: type[Any], values: Sequence[Any]) -> Column:
+        try:
+            joined = default_collate([*values])
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise _UnlikeError from None
+        if not isinstance(joined, torch.Tensor) or joined.ndim != 1:
+            raise _UnlikeError
+        is_scalar = issubclass(kind, np.generic)
+        return self._column("scalar" if is_scalar else "number", joined.dtype, (), joined)
+
+    def _column(self, kind: Any, dtype: torch.dtype, shape: Sequence[int], values: Any) -> Column:
+        nbytes = Column(kind, dtype, (*shape,)).row_bytes * self._num_samples
+        column = Column(kind, dtype, (*shape,), self._place(nbytes))
+        self._columns.append((column, values))
+        return column
+
+    def _place(self, nbytes: int) -> int:
+        """Returns where so many bytes are to lie, alone."""
+        begin, end = self._end, self._end + max(nbytes, 1)
+        self._end = -(-end // ALIGNMENT) * ALIGNMENT
+        return begin
 
 
-def _write_objects(room: memoryview, samples: Sequence[Any]) -> int:
-    places, blobs, end = [], [], ALIGNMENT
-    for sample in samples:
-        place = []
-        for blob in dumps_outside(sample):
-            place.append((end, end + len(blob)))
-            blobs.append(blob)
-            end = aligned(end + len(blob))
-        places.append(tuple(place))
-    header = ObjectHeader(blobs=tuple(places))
-    if end > room.nbytes:
-        raise OutgrownError(end + len(dumps(header)))
-    for (begin, stop), blob in zip(chain(*places), blobs, strict=True):
-        room[begin:stop] = blob
-    return _write_header(room, end, header)
+def _transposed(values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    for number in range(len(values[0])):
+        yield tuple([each[number] for each in values])
 
 
-def _write_header(room: memoryview, end: int, header: DenseHeader | ObjectHeader) -> int:
-    packed = dumps(header)
-    total = end + len(packed)
-    if total > room.nbytes:
-        raise OutgrownError(total)
-    room[end:total] = packed
-    HEAD.pack_into(room, 0, end, len(packed))
-    return total
+def chunk_in_memory(samples: Sequence[Any], *, collated_by_user: bool) -> Bytes:
+    """Returns a chunk of these samples, in memory of its own."""
+    chunk = Chunk.of(samples, collated_by_user=collated_by_user)
+    memory = np.empty(chunk.nbytes + ALIGNMENT, np.uint8)
+    room = memory[-memory.ctypes.data % ALIGNMENT :][: chunk.nbytes]
+    chunk.write(room.data)
+    return room

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from optuna_fleet.pipeline.chunks.columns import is_picture, raw_bytes
 from optuna_fleet.wire import packing
 
 _BufferCallback = Callable[[pickle.PickleBuffer], Any]
@@ -54,6 +53,19 @@ def unpacked(record: memoryview) -> Any:
 def copied(value: Any) -> Any:
     """Returns a value as it comes out of where it was kept."""
     return unpacked(memoryview(b"".join(packed(value))))
+
+
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns the bytes of a tensor's elements; a view of them where they lie in order."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # Not reshape: the stride of a single element may be anything.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def is_picture(value: Any) -> bool:
+    """Returns whether the value is a PIL image; imports nothing."""
+    images = sys.modules.get("PIL.Image")
+    return images is not None and isinstance(value, images.Image)
 
 
 def is_view_of_bytes(tensor: torch.Tensor) -> bool:

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from optuna_fleet.pipeline.chunks.columns import is_picture
-from optuna_fleet.pipeline.chunks.pickling import packed
-from optuna_fleet.pipeline.chunks.structure import flatten
+from optuna_fleet.pipeline.chunks.pickling import is_picture, packed
 
 
 def same(left: Any, right: Any) -> bool:
@@ -20,14 +18,6 @@ def same(left: Any, right: Any) -> bool:
 
     Objects that are no tensors, arrays, images or numbers must be equal by ``==``.
     """
-    lefts: list[Any] = []
-    rights: list[Any] = []
-    if flatten(left, lefts) != flatten(right, rights):
-        return False
-    return all(map(_same_leaf, lefts, rights))
-
-
-def _same_leaf(left: Any, right: Any) -> bool:
     if is_picture(left) and is_picture(right):
         return bool(
             (left.mode, left.size) == (right.mode, right.size)
@@ -36,6 +26,10 @@ def _same_leaf(left: Any, right: Any) -> bool:
         )
     if type(left) is not type(right):
         return False
+    if type(left) is dict:
+        return [*left] == [*right] and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, torch.Tensor):
         looks = ("dtype", "shape", "device", "layout", "requires_grad")
         alike = all(getattr(left, look) == getattr(right, look) for look in looks)

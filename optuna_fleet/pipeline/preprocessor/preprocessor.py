@@ -13,13 +13,7 @@ import torch
 
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.arena import Arena
-from optuna_fleet.pipeline.chunks.layout import (
-    ChunkWriter,
-    OutgrownError,
-    sample_bytes,
-    write_chunk,
-    write_rows,
-)
+from optuna_fleet.pipeline.chunks.layout import Chunk
 from optuna_fleet.pipeline.exchange import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import guess_sample_bytes
 from optuna_fleet.pipeline.pipeline_messages import (
@@ -124,54 +118,48 @@ class _Producer:
     def measure(self, order: MeasureSample) -> None:
         """Answers how large a preprocessed sample of the data set is."""
         self.told_s = time.monotonic()
-        key, chunk_size = order.key, None
-        if order.decider is not None and self.asking is not None:
-            answer, _ = self.asking.ask(order.decider, key.name)
-            chunk_size = answer.chunk_size if answer is not None else None
-        by_user = self.spec.dataset(key.name).collate is not None
+        key = ChunkKey(order.name, 0, 0)
         nbytes = guess_sample_bytes(self.chunk_bytes)
         header_bytes, is_repeatable, are_rows = 0, True, False
         self.samples.begin()
         try:
-            first = self._sample(key, 0)
+            first = self.samples.sample(key, 0)
+            chunk = self._put_together(key, [first])
+            header_bytes = max(0, chunk.nbytes - chunk.sample_bytes)
             self.kept = _Kept(key, [first])
-            nbytes = self._largest(self.kept, by_user)
+            nbytes = self._largest(self.kept, chunk.sample_bytes)
             is_repeatable = self.samples.is_repeatable(key, first)
             are_rows = self.samples.rows(key, range(1)) is not None
-            chunk = write_chunk([first], collated_by_user=by_user)
-            first_bytes = sample_bytes(first, collated_by_user=by_user)
-            header_bytes = max(0, chunk.nbytes - first_bytes)
         except Exception:
             pass  # The size is a guess then; the order for the chunk will tell the error.
         wire.send(
             self.sock,
             SampleMeasured(
-                key=key,
+                name=order.name,
                 sample_bytes=nbytes,
                 header_bytes=header_bytes,
-                chunk_size=chunk_size,
                 is_repeatable=is_repeatable,
                 are_rows=are_rows,
             ),
         )
 
-    def _largest(self, kept: _Kept, by_user: bool) -> int:
+    def _largest(self, kept: _Kept, nbytes: int) -> int:
         """Makes a few more samples, which the first chunk will have; the bytes of the largest."""
         most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(kept.key.name).num_samples)
-        sizes = [sample_bytes(kept.samples[0], collated_by_user=by_user)]
-        while len(sizes) < most and (len(sizes) < 3 or len(set(sizes)) > 1):
+        sizes = {nbytes}
+        while len(kept.samples) < most and (len(kept.samples) < 3 or len(sizes) > 1):
             try:
-                sample = self._sample(kept.key, len(kept.samples))
+                sample = self.samples.sample(kept.key, len(kept.samples))
             except SampleError:
                 break  # the order for its chunk will tell
-            sizes.append(sample_bytes(sample, collated_by_user=by_user))
+            self.tell()
+            sizes.add(self._put_together(kept.key, [sample]).sample_bytes)
             kept.samples.append(sample)
         return max(sizes)
 
-    def _sample(self, key: ChunkKey, position: int) -> Any:
-        made = self.samples.sample(key, position)
-        self.tell()
-        return made
+    def _put_together(self, key: ChunkKey, samples: list[Any]) -> Chunk:
+        by_user = self.spec.dataset(key.name).collate is not None
+        return Chunk.of(samples, collated_by_user=by_user)
 
     def tell(self) -> None:
         """A sample was made."""
@@ -185,9 +173,9 @@ class _Producer:
         assert order.source is not None
         is_finished = self.spec.dataset(order.key.name).finish is None
         question = AskForChunk(order.key, order.chunk_size, is_finished)
-        answer, data = self.asking.ask(order.source, question)
+        has_answered, data = self.asking.ask(order.source, question)
         if data is None:
-            wire.send(self.sock, ChunkNotFetched(key=order.key, is_gone=answer is None))
+            wire.send(self.sock, ChunkNotFetched(key=order.key, is_gone=not has_answered))
         elif data.nbytes > order.max_bytes:
             wire.send(self.sock, ChunkOutgrew(key=order.key, nbytes=data.nbytes))
         else:
@@ -199,20 +187,24 @@ class _Producer:
         """Makes a chunk where it was ordered, and says so."""
         began, self.told_s = time.perf_counter(), time.monotonic()
         key = order.key
+        start = key.chunk * order.chunk_size
+        stop = min(start + order.chunk_size, self.spec.dataset(key.name).num_samples)
         try:
-            room = self.arena.writable(order.address, order.max_bytes)
             with reported(f"A chunk of data set {key.name!r} could not be stored: it"):
-                nbytes, num_samples = self._write(order, room)
+                chunk = self._made(key, range(start, stop))
+                if chunk.nbytes <= order.max_bytes:
+                    chunk.write(self.arena.writable(order.address, chunk.nbytes))
         except SampleError as failure:
             wire.send(self.sock, ChunkNotProduced(key=key, error=failure.error))
             return
-        except OutgrownError as failure:
-            wire.send(self.sock, ChunkOutgrew(key=key, nbytes=failure.nbytes))
+        if chunk.nbytes > order.max_bytes:
+            wire.send(self.sock, ChunkOutgrew(key=key, nbytes=chunk.nbytes))
             return
+        self.kept = None
         done = ChunkProduced(
             key=key,
-            nbytes=nbytes,
-            num_samples=num_samples,
+            nbytes=chunk.nbytes,
+            num_samples=stop - start,
             busy_s=time.perf_counter() - began,
             num_loaded=self.samples.num_loaded,
             skipped=tuple(self.samples.skipped),
@@ -220,35 +212,16 @@ class _Producer:
         )
         wire.send(self.sock, done)
 
-    def _write(self, order: ProduceChunk, room: memoryview) -> tuple[int, int]:
-        """Returns the chunk's bytes, and its samples."""
-        key, start, samples = order.key, order.key.chunk * order.chunk_size, self.samples
-        stop = min(start + order.chunk_size, self.spec.dataset(key.name).num_samples)
+    def _made(self, key: ChunkKey, positions: range) -> Chunk:
+        """Returns a chunk, of which the first samples may be there already."""
         kept, self.kept = self.kept, None
-        made: list[Any] = []
-        if kept is not None and kept.key == key:
-            made = kept.samples[: order.chunk_size]
-        else:
-            samples.begin()
-        nbytes = self._filled(order, room, made, range(start, stop))
-        return nbytes, stop - start
-
-    def _filled(
-        self, order: ProduceChunk, room: memoryview, made: list[Any], positions: range
-    ) -> int:
-        """Returns the chunk's bytes, of which the first samples are there already."""
-        rows = self.samples.rows(order.key, positions)
-        if rows is not None and (nbytes := write_rows(room, rows)) is not None:
-            return nbytes
-        by_user = self.spec.dataset(order.key.name).collate is not None
-        writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
-        try:
-            for each in made:
-                writer.add(each)
-            for position in positions[len(made) :]:
-                writer.add(self.samples.sample(order.key, position))
-                self.tell()
-            return writer.finish()
-        except OutgrownError:
-            self.kept = _Kept(order.key, writer.samples())
-            raise
+        if kept is None or kept.key != key:
+            kept = _Kept(key, [])
+            self.samples.begin()
+        rows = self.samples.rows(key, positions)
+        if rows is not None and (chunk := Chunk.of_rows(rows)) is not None:
+            return chunk
+        del kept.samples[len(positions) :]
+        kept.samples.extend(self.samples.several(key, positions[len(kept.samples) :]))
+        self.kept = kept  # it may be too large for its place
+        return self._put_together(key, kept.samples)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
@@ -58,7 +57,7 @@ class Samples:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
-        at_work: Called as samples are made that are not wanted.
+        at_work: Called as samples are made.
     """
 
     at_work: Callable[[], object] = staticmethod(lambda: None)
@@ -83,6 +82,24 @@ class Samples:
         self.skipped: list[int] = []
         self.complaint: ChunkError | None = None
         self.num_loaded = 0
+
+    def several(self, key: ChunkKey, positions: range) -> list[Any]:
+        """Returns the samples at these positions.
+
+        Raises:
+            SampleError: As of `sample`.
+        """
+        found: list[Any] = []
+        spec, source = self._specs[key.name], self._sources()
+        stages = source.stages[key.name]
+        is_finished = stages.finish is None or spec.finish is not None
+        is_bare = stages.prepare is None and stages.augment is None and is_finished
+        while len(found) < len(positions):
+            found.append(self.sample(key, positions[len(found)]))
+            if spec.batched and is_bare:
+                found += source.datasets[key.name].rest(positions[len(found) :])
+            self.at_work()
+        return found
 
     def sample(self, key: ChunkKey, position: int, *, use_store: bool = True) -> Any:
         """Returns the sample at this position of the order of the chunk's epoch.
@@ -183,11 +200,13 @@ class Samples:
             self.num_loaded += 1
             (sample,) = loaded
         else:
-            # Nothing is drawn for a sample that was read with others before.
-            if stages.prepare is not None or not (spec.batched and dataset.has_read()):
+            is_one_of_many = spec.batched and dataset.is_one_of_many()
+            if not is_one_of_many:
                 seed()
             sample = dataset[index]
             if stages.prepare is not None:
+                if is_one_of_many:
+                    seed()
                 sample = stages.prepare(sample)
             if store is not None:
                 store.put(spec.name, index, sample)
@@ -240,7 +259,7 @@ def reported(what: str) -> Iterator[None]:
     """An exception within becomes a `SampleError`, which can be sent."""
     try:
         yield
-    except (KeyboardInterrupt, SampleError, OutgrownError):
+    except (KeyboardInterrupt, SampleError):
         raise
     except BaseException as error:
         raise _error(what, error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from optuna_fleet.pipeline.spec import TOGETHER
@@ -41,12 +42,17 @@ class Together:
         """Tells which sample is asked for next; None: one that is not at its own position."""
         self._wanted = epoch, position
 
-    def has_read(self) -> bool:
-        """Returns whether the sample that was told of has been read with others."""
+    def is_one_of_many(self) -> bool:
+        """Returns whether the sample that was told of is read with others, or has been."""
         epoch, position = self._wanted
-        if position is None or self._found is None:
+        if position is None:
             return False
-        return position in self._found and (epoch, position - position % TOGETHER) == self._group
+        return self._found is not None or self._group != (epoch, position - position % TOGETHER)
+
+    def rest(self, positions: range) -> list[Any]:
+        """Returns, of the samples at these positions, those that were read with the last one."""
+        found = self._found or {}
+        return [found.pop(position) for position in takewhile(found.__contains__, positions)]
 
     def __getitem__(self, index: int) -> Any:
         """Returns the sample.
@@ -58,9 +64,9 @@ class Together:
         epoch, position = self._wanted
         if position is None:
             return self.dataset[index]
-        # Each is given once: whoever has it may write into it.
         group = epoch, position - position % TOGETHER
-        if not self.has_read() and (group != self._group or self._found is not None):
+        # Each is given once: whoever has it may write into it.
+        if group != self._group or (self._found is not None and position not in self._found):
             self._group, self._found = None, None
             self._found = self._read(*group, position)
             self._group = group
@@ -73,11 +79,10 @@ class Together:
         try:
             samples = list(self.dataset.__getitems__(indices))
         except Exception:
-            if self._may_skip:
-                return None  # one by one, to see which is to be skipped
-            raise
-        finally:
+            if not self._may_skip:
+                raise
             self._begin(epoch, places[position - start])
+            return None  # one by one, to see which is to be skipped
         if len(samples) != len(indices):
             raise ValueError(
                 f"__getitems__ gave {len(samples)} samples for {len(indices)} indices"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from optuna_fleet.pipeline.chunks.chunk_view import ChunkView, cut_batch
-from optuna_fleet.pipeline.chunks.layout import write_chunk
+from optuna_fleet.pipeline.chunks.layout import chunk_in_memory
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.reader.batches import Batch
@@ -44,7 +44,7 @@ class InlineClient:
             made = [self._sample(plan, position) for position in range(start, stop)]
         collate = self._collates.get(plan.name)
         # By way of a chunk, so that batches look exactly as they do from processes.
-        view = ChunkView(write_chunk(made, collated_by_user=collate is not None))
+        view = ChunkView(chunk_in_memory(made, collated_by_user=collate is not None))
         return Batch(
             data=cut_batch([(view, 0, len(made))], collate),
             local_size=plan.local_size(step),

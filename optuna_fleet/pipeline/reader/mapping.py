@@ -21,7 +21,7 @@ from ctypes import addressof, c_uint64
 
 import numpy as np
 
-from optuna_fleet.pipeline.chunks.chunk_view import Bytes
+from optuna_fleet.pipeline.chunks.layout import Bytes
 from optuna_fleet.pipeline.chunks.memory_files import address_of, madvise, map_aligned
 
 _PAGE = mmap.PAGESIZE

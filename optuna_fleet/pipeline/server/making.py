@@ -32,16 +32,8 @@ from optuna_fleet.pipeline.server.epochs import Size
 from optuna_fleet.pipeline.server.notices import Notices
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
 from optuna_fleet.pipeline.server.space import Space
-from optuna_fleet.pipeline.server.workers import Spawn, Workers
-from optuna_fleet.pipeline.spec import (
-    MAX_CHUNK_ROWS,
-    MAX_CHUNK_SAMPLES,
-    MIN_CHUNK_SAMPLES,
-    TOGETHER,
-    ChunkKey,
-    EpochKey,
-    choose_chunk_size,
-)
+from optuna_fleet.pipeline.server.workers import Spawn, Work, Workers
+from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 
 NUM_FETCHERS = 4
@@ -52,6 +44,15 @@ FETCHED_SHARE = 1 / 8
 
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
+
+STAFFING_S = 0.5
+"""Starting a process takes time too: how many there are is decided no faster than this."""
+
+STARVED = 0.1
+"""Readers wait too often if they do so for this share of their time."""
+
+SATURATED = 0.85
+"""More preprocessors can only help if those there are were busy for this share of the time."""
 
 _LOOK_S = 0.02
 """The queues are looked at no more often: that costs time for each reader."""
@@ -98,7 +99,7 @@ class Making:
             window=2 * (setup.num_alone or setup.num_preprocessors) + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
         )
-        self.chunk_bytes = setup.chunk_bytes or limits.default_chunk_bytes(nbytes)
+        self.chunk_bytes = setup.chunk_bytes or limits.default_chunk_bytes(setup.memory_bytes)
         self.counts = PipelineStats()
         self.notices = Notices(nbytes, spec)
         self.arena = Arena(nbytes, setup.spill_dir)
@@ -124,11 +125,12 @@ class Making:
         self.pools = [*self._makers, self._fetchers]
         self._fetched: dict[ChunkKey, ProduceChunk] = {}  # the orders of those being fetched
         self._unfetched: set[ChunkKey] = set()  # that did not come
-        self._unmeasured: dict[str, ChunkKey] = {}
+        self._unmeasured: set[str] = set()
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()  # over measuring
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
         self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
+        self._judged = self.counts.use
         self._looked_s, self._ready = float("-inf"), (0, 0)
 
     def stats(self) -> PipelineStats:
@@ -143,21 +145,21 @@ class Making:
             num_lost=sum(pool.num_lost for pool in self.pools),
         )
 
-    def knows(self, name: str, epoch: int) -> bool:
-        """Returns whether it is known how to cut a data set; if not, this epoch's samples tell."""
+    def knows(self, name: str) -> bool:
+        """Returns whether it is known how to cut a data set; if not, that is found out."""
         is_known = name in self.scheduler.sizes
         if not is_known and name not in self._measuring:
-            self._unmeasured.setdefault(name, ChunkKey(name, epoch, 0))
+            self._unmeasured.add(name)
         return is_known
 
     def work(self) -> None:
         """Gives preprocessors work while there is any that fits."""
         self._count_time()
-        decider = self._peers.decider() if self._peers is not None else None
-        for name in [*self._unmeasured]:
+        for name in sorted(self._unmeasured):
             if (pool := self._pool_for(name)).has_room():
+                self._unmeasured.remove(name)
                 self._measuring.add(name)
-                pool.give(MeasureSample(key=self._unmeasured.pop(name), decider=decider))
+                pool.give(MeasureSample(name=name))
         is_any = not (self._peers or self._setup.num_alone or self._streams)
         while self._can_fetch() or any(pool.has_room() for pool in self._makers):
             order = self.scheduler.assign(None if is_any else self._accepts)
@@ -254,14 +256,19 @@ class Making:
         )
 
     def _staff(self) -> None:
-        """A chunk was made: twice as many work if a reader waits though all that run are at work.
+        """A chunk was made: twice as many work if readers have waited though all were at work.
 
-        Not while some still load the data sets. Who turns out to be too many, is idle and ended.
+        That is not judged while some still load the data sets. Who is idle for long is ended.
         """
-        pool, most = self.pool, self._setup.num_preprocessors
-        is_short = self.scheduler.stalled and pool.num_busy >= self._num_wanted
-        if self._setup.is_adaptive and is_short and not pool.has_fresh:
-            self._num_wanted = min(2 * self._num_wanted, most)
+        self._count_time()
+        use, since = self.counts.use, self.counts.use.since(self._judged)
+        if self.pool.has_fresh:
+            self._judged = use
+        elif self._setup.is_adaptive and since.active_s >= STAFFING_S:
+            self._judged = use
+            busy_share = since.busy_s / (self._num_wanted * since.active_s)
+            if busy_share >= SATURATED and since.stalled_share >= STARVED:
+                self._num_wanted = min(2 * self._num_wanted, self._setup.num_preprocessors)
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()
@@ -323,16 +330,15 @@ class Making:
         self.scheduler.put_back(key)
 
     def _measured(self, message: SampleMeasured) -> None:
-        name, dataset = message.key.name, self._setup.spec.dataset(message.key.name)
+        name, dataset = message.name, self._setup.spec.dataset(message.name)
         if not message.is_repeatable:
             self.notices.unseeded(name)
         self._measuring.discard(name)
-        size = message.chunk_size or choose_chunk_size(
-            num_samples=dataset.num_samples,
+        size = choose_chunk_size(
+            dataset,
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
-            least=TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES,
-            most=MAX_CHUNK_ROWS if message.are_rows else MAX_CHUNK_SAMPLES,
+            are_rows=message.are_rows,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
@@ -363,21 +369,22 @@ class Making:
         was_made, made[key.chunk] = made[key.chunk], True
         return bool(was_made)
 
-    def _lost(self, key: ChunkKey | None) -> None:
-        if key is not None and key.name in self._measuring:
-            self._measuring_lost(key)
-        elif key in self._fetched:
-            self._not_fetched(key)
-        elif key is not None:
-            self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
+    def _lost(self, work: Work | None) -> None:
+        match work:
+            case MeasureSample(name=name):
+                self._measuring_lost(name)
+            case ProduceChunk(key=key, source=None):
+                self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
+            case ProduceChunk(key=key):
+                self._not_fetched(key)
         self._on_idle()
 
-    def _measuring_lost(self, key: ChunkKey) -> None:
-        self._deaths[key.name] += 1
-        if self._deaths[key.name] < MAX_DEATHS:
-            self._measuring.discard(key.name)
-            self._unmeasured[key.name] = key
+    def _measuring_lost(self, name: str) -> None:
+        self._deaths[name] += 1
+        if self._deaths[name] < MAX_DEATHS:
+            self._measuring.discard(name)
+            self._unmeasured.add(name)
             return
         # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
         guess = limits.guess_sample_bytes(self.chunk_bytes)
-        self._measured(SampleMeasured(key=key, sample_bytes=guess, header_bytes=0))
+        self._measured(SampleMeasured(name=name, sample_bytes=guess, header_bytes=0))

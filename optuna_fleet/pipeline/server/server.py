@@ -180,7 +180,7 @@ class PipelineServer:
                 channel.send(message)
 
     def _open(self, pass_id: PassId, message: OpenPass) -> None:
-        if not self._making.knows(message.name, message.epoch):
+        if not self._making.knows(message.name):
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened[pass_id] = message
             return

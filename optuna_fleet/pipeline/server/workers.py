@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from optuna_fleet.pipeline.pipeline_messages import AtWork, MeasureSample, ProduceChunk
-from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.wire import Port
 
 Spawn = Callable[[Callable[[socket.socket], None]], tuple[int, socket.socket]]
 """Forks a child that runs the given main on its end of a ``wire.socket_pair()``, then exits.
 Returns the child's pid and our end. The child has closed its copy of our end, and we ours of its
 end: either side learns of the other's death by the end of the stream."""
+
+Work = MeasureSample | ProduceChunk
 
 IDLE_S = 60.0
 """A preprocessor that was idle for so long is ended, where there are as many as are needed."""
@@ -29,18 +30,18 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """``since`` it got the key, was done with the last one, or said that it works."""
+    """``since`` it got its work, was done with the last, or said that it works."""
 
     pid: int
     port: Port
     since: float
-    key: ChunkKey | None = None
+    work: Work | None = None
     is_fresh: bool = True
     is_cut_off: bool = False
 
     @property
     def is_idle(self) -> bool:
-        return self.key is None and not self.is_cut_off
+        return self.work is None and not self.is_cut_off
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,7 +52,7 @@ class Workers:
         limit: How many there may be now.
         spawn: Starts one that runs ``main``.
         on_message: Called with what one says.
-        on_lost: Called with the chunk that a dead one worked on, or None.
+        on_lost: Called with what a dead one worked on, or None.
         on_idle: Called when there is one more who could work.
         on_unstarted: Called with the reason why one could not be started; that is tried again.
         num_lost: How many died.
@@ -62,14 +63,14 @@ class Workers:
     main: Callable[[socket.socket], None]
     selector: selectors.BaseSelector
     on_message: Callable[[object], None]
-    on_lost: Callable[[ChunkKey | None], None]
+    on_lost: Callable[[Work | None], None]
     on_idle: Callable[[], None]
     on_unstarted: Callable[[OSError], None] = lambda error: None
     clock: Callable[[], float] = time.monotonic
     num_lost: int = 0
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _ending: set[int] = field(default_factory=set)
-    _waiting: deque[MeasureSample | ProduceChunk] = field(default_factory=deque)  # for a worker
+    _waiting: deque[Work] = field(default_factory=deque)
     _retry_s: float = 0.0
 
     @property
@@ -101,7 +102,7 @@ class Workers:
         """Returns whether one more chunk could be worked on."""
         return self.num_busy < self.limit()
 
-    def give(self, work: MeasureSample | ProduceChunk) -> None:
+    def give(self, work: Work) -> None:
         """Hands work to an idle one, or to a new one; call only if there is room."""
         self._waiting.append(work)
         self._hand_out()
@@ -127,7 +128,7 @@ class Workers:
         """Kills those who have worked on one sample for so long; others try it again."""
 
         def is_stuck(worker: _Worker) -> bool:
-            return worker.key is not None and self.clock() - worker.since >= limit_s
+            return worker.work is not None and self.clock() - worker.since >= limit_s
 
         for worker in filter(is_stuck, list(self._workers.values())):
             worker.port.drain()  # if we were away, it may be done
@@ -146,7 +147,7 @@ class Workers:
         worker.port.close()
         del self._workers[pid]
         self.num_lost += 1
-        self.on_lost(worker.key)
+        self.on_lost(worker.work)
         return True
 
     def close(self) -> None:
@@ -165,7 +166,7 @@ class Workers:
         idle = self._idle() if self._waiting else []
         while self._waiting and idle:
             worker, work = idle.pop(), self._waiting.popleft()
-            worker.key, worker.since = work.key, self.clock()
+            worker.work, worker.since = work, self.clock()
             worker.port.send(work)
 
     def _start_for_waiting(self) -> None:
@@ -196,7 +197,7 @@ class Workers:
         except Exception:
             _kill(worker)  # and what it was at is lost with it
             raise
-        worker.key, worker.since, worker.is_fresh = None, self.clock(), False
+        worker.work, worker.since, worker.is_fresh = None, self.clock(), False
         if not worker.is_cut_off:
             self._hand_out()
             self.on_idle()

@@ -64,6 +64,7 @@ def test_idle_preprocessors_are_ended_and_come_back_with_the_work():
         here.read(epochs(10))
         here.feed(0.01)
         assert len(here.server.preprocessor_pids) == 1
+        here.see_exits(4)
         assert here.exits == [0] * 4
         assert here.server.stats().num_lost == 0
 
