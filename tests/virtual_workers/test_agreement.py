@@ -7,7 +7,7 @@ from torch import nn
 
 from optuna_fleet.virtual_workers.parameter_server import Directory
 from optuna_fleet.virtual_workers.stage_messages import added
-from optuna_fleet.virtual_workers.sums import Agreement
+from optuna_fleet.virtual_workers.versions import Agreement
 
 
 def norms() -> nn.Sequential:
