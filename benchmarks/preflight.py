@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from optuna_fleet.preflight.checker import Checker
 from tests.preflight.cases_good import GOOD
 from tests.preflight.cases_wrong import WRONG
-from tests.preflight.table import VERDICTS, pipeline
+from tests.preflight.table import pipeline
 
 
 def main() -> None:
@@ -33,9 +33,9 @@ def main() -> None:
             for name in names:
                 case = table[name]
                 verdict = checker.check(case.objective, pipeline(), case.params)
-                if not isinstance(verdict, VERDICTS[case.verdict]):
+                if verdict.outcome is not case.outcome:
                     others += 1
-                    print(f"{name}: {case.verdict} is right, but: {verdict}")
+                    print(f"{name}: {case.outcome.value} is right, but: {verdict}")
         each_s = (time.perf_counter() - began) / max(len(names), 1)
         print(f"{len(names)} objectives, {others} otherwise than is right; {each_s:.1f} s each")
 

@@ -23,10 +23,13 @@ from pathlib import Path
 from benchmarks.papers.models import BATCH_SIZE, SPEEDS, cluster, layers_of
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
 from optuna_fleet.virtual_workers.layouts import (
+    Servers,
     Workers,
     equal_distribution,
     hybrid_distribution,
     node_partition,
+    partitions_under_load,
+    sync_seconds,
 )
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
@@ -38,7 +41,6 @@ from optuna_fleet.virtual_workers.partition import (
     best_partition,
     partition_of,
 )
-from optuna_fleet.virtual_workers.predictions import Servers, partitions_under_load, sync_seconds
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
 from optuna_fleet.virtual_workers.wsp import WaveSynchronous
 

@@ -244,10 +244,10 @@ class FleetExecutor:
             LaunchError: Processes can't be started.
         """
         from optuna_fleet.preflight.checker import Checker
+        from optuna_fleet.preflight.notes import facts_of
 
         check_is_one_process(os.environ)
         check_call(func)
-        facts = {"study_name": study.study_name, "user_attrs": study.user_attrs}
         pipeline, seed = self._options.pipeline, self._options.seed
         limit_s = (self._options.preflight or Preflight()).limit_s
         with Checker(first_limit_s=limit_s) as checker:
@@ -255,8 +255,7 @@ class FleetExecutor:
                 func,
                 pipeline,
                 params,
-                facts=facts,
-                directions=study.directions,
+                study=facts_of(study),
                 setup=packed_setup(self._options.setup),
                 seed=seed,
             )

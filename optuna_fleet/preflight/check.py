@@ -1,4 +1,4 @@
-"""The check itself: which rehearsals are made, and what follows from them.
+"""The check itself: which rehearsals are made, and what follows from comparing their records.
 
 A is undisturbed, on one device. Z is as A, but moved. W is on several devices.
 """
@@ -8,29 +8,26 @@ from __future__ import annotations
 import math
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
-from optuna_fleet.preflight.comparison import (
-    DOUBLE,
-    ROUGH,
-    SINGLE,
-    apart,
-    beyond,
-    differences,
-    unlike,
+import numpy as np
+
+from optuna_fleet.preflight.notes import (
+    BEGIN,
+    END,
+    Ending,
+    Key,
+    Order,
+    Record,
+    Rehearsed,
+    Sketch,
+    Value,
 )
-from optuna_fleet.preflight.notes import Ending, Key, Order, Rehearsed
-from optuna_fleet.preflight.verdict import (
-    Free,
-    NotChecked,
-    NotMoved,
-    NotRepeatable,
-    OneDevice,
-    Plain,
-    Verdict,
-)
+from optuna_fleet.preflight.verdict import Difference, Outcome, Verdict
 
 Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Rehearsed]]]
 """As `Rehearsals.run`."""
@@ -38,6 +35,15 @@ Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Rehearse
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
 _PATIENCE = 5.0
 _ASIDE = ("variable", "trial.state", "state of the object")  # where readings of clocks may be
+
+_DOUBLE = 1e-5
+"""Good objectives differ by at most 1e-7 in float64, wrong ones by at least 5e-4."""
+_SINGLE = 5e-3
+"""Of the first step's gradients, where the objective does not bear float64."""
+_ROUGH = 5e-2
+"""Of these, where it computes in bfloat16 or float16."""
+_FIRST = (1, 0, 1, "gradient")
+_MARGIN = 100.0  # by which the difference of several devices may exceed one rounding's
 
 
 @dataclass(slots=True)
@@ -69,12 +75,12 @@ class Check:
         alone = self._alone()
         asked = alone.params
         if alone.ending is Ending.PLAIN:
-            return Plain(), asked
+            return Verdict(outcome=Outcome.PLAIN), asked
         if not alone.is_whole:
             what = "" if alone.ending is Ending.UNFIT else "on one device "
-            return NotChecked(why=f"{what}{alone.problem}", traceback=alone.traceback), asked
+            return _not_checked(f"{what}{alone.problem}", alone.traceback), asked
         if not alone.num_steps and not alone.num_epochs:
-            return NotChecked(why="it does not train"), asked
+            return _not_checked("it does not train"), asked
         limit_s = _PATIENCE * self._last_s + self.least_s
         width = 3 if all(size % 2 == 0 for size in alone.sizes) else 2
         several = [replace(self.order, rank=rank, world_size=width) for rank in range(width)]
@@ -97,30 +103,38 @@ class Check:
         self, alone: Rehearsed, moved: Rehearsed, ranks: Sequence[Rehearsed], limit_s: float
     ) -> Verdict:
         is_double = self.order.is_double
-        tolerance = DOUBLE if is_double else ROUGH if alone.is_rough else SINGLE
+        tolerance = _DOUBLE if is_double else _ROUGH if alone.is_rough else _SINGLE
         records = [rank.record for rank in ranks if rank.record]
-        by_width, worst = apart(alone.record, records, tolerance, first_step=not is_double)
+        by_width, worst = _apart(alone.record, records, tolerance, first_step=not is_double)
         failed = [rank for rank in ranks if not rank.is_whole]
         if failed:  # what it has not come to is no difference
             seen = set[Key]().union(*(rank.record for rank in ranks))
             by_width = {key: size for key, size in by_width.items() if key in seen}
-        by_move = unlike(alone.record, moved.record) if moved.is_whole else {}
+        by_move = _unlike(alone.record, moved.record) if moved.is_whole else {}
         if by_width or by_move:
             nudged = replace(self.order, is_nudged=True)
             (again,), (rounded,) = self._ran([[self.order], [nudged]], limit_s)
-            unsteady = unlike(alone.record, again.record)
+            unsteady = _unlike(alone.record, again.record)
             if any(key.kind not in _ASIDE for key in unsteady) or not again.is_whole:
-                return NotRepeatable(differences=differences(unsteady))
+                found = _differences(unsteady)
+                return Verdict(outcome=Outcome.NOT_REPEATABLE, differences=found)
             readings = set(map(_without_places, unsteady))
             by_move = {k: s for k, s in by_move.items() if _without_places(k) not in readings}
             by_width = {k: s for k, s in by_width.items() if _without_places(k) not in readings}
-            by_rounding, _ = apart(alone.record, [rounded.record], 0.0)
-            by_width = beyond(by_width, by_rounding)
-        moves = _moves(by_move, moved)
-        if by_width or failed:
-            problem = _problem(failed)
-            return OneDevice(differences=differences(by_width), problem=problem, moves=moves)
-        return moves or Free(worst=worst)
+            by_rounding, _ = _apart(alone.record, [rounded.record], 0.0)
+            by_width = _beyond(by_width, by_rounding)
+        not_moved = ""
+        if moved.refused or not moved.is_whole:
+            by_move, not_moved = {}, moved.refused or f"moved, {moved.problem}"
+        outcome = Outcome.NOT_MOVED if by_move or not_moved else Outcome.FREE
+        return Verdict(
+            outcome=Outcome.ONE_DEVICE if by_width or failed else outcome,
+            differences=_differences(by_width),
+            problem=_problem(failed),
+            moved=_causes_first(by_move),
+            not_moved=not_moved,
+            worst=worst,
+        )
 
     def _ran(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Rehearsed]]:
         ran = self.run(groups, limit_s)
@@ -129,16 +143,18 @@ class Check:
         return ran
 
 
-def _moves(by_move: dict[Key, float], moved: Rehearsed) -> NotMoved | None:
-    if moved.refused or not moved.is_whole:
-        return NotMoved(problem=moved.refused or f"moved, {moved.problem}")
+def _not_checked(why: str, traceback: str = "") -> Verdict:
+    return Verdict(outcome=Outcome.NOT_CHECKED, problem=why, traceback=traceback)
+
+
+def _causes_first(by_move: dict[Key, float]) -> tuple[Difference, ...]:
+    """A variable, or a rate, is the cause of what differs in the same mini-epoch, if earlier."""
     if not by_move:
-        return None
-    # A variable, or a rate, is the cause of what differs in the same mini-epoch, if earlier in it.
+        return ()
     first = next(iter(by_move))
     causes = [k for k in by_move if k[:2] == first[:2] and k.kind in ("variable", "learning rate")]
     causes.sort(key=lambda key: key.kind != "variable")
-    return NotMoved(differences=differences({**dict.fromkeys(causes, math.inf), **by_move}))
+    return _differences({**dict.fromkeys(causes, math.inf), **by_move})
 
 
 def _without_places(key: Key) -> tuple[str, str]:
@@ -152,3 +168,104 @@ def _problem(failed: Sequence[Rehearsed]) -> str:
     causes = (Ending.RAISED, Ending.UNFIT, Ending.DIED, Ending.CUT_OFF, Ending.LATE)
     first = min(failed, key=lambda one: causes.index(one.ending))
     return f"it fails: {first.problem}"
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def _unlike(record: Record, other: Record) -> dict[Key, float]:
+    """What is not the same bit for bit, in the order of time.
+
+    Not variables that don't change in the loop, like ``is_resumed = bool(trial.state)``: they hold
+    nothing of the training, and what follows from them would differ itself.
+    """
+    fixed = _fixed(record)
+    found = [
+        key
+        for key in {**record, **other}
+        if record.get(key) != other.get(key)
+        if key.kind != "variable"
+        or (key in record and key in other and key.moment == END and key.name not in fixed)
+    ]
+    return dict.fromkeys(_sorted(found), math.inf)
+
+
+def _fixed(record: Record) -> set[str]:
+    """The variables that are there before the first loop, and stay as they are."""
+    values: dict[str, list[Value]] = {}
+    for key, value in record.items():
+        if key.kind == "variable" and (key.name in values or (key.loop, key.moment) == (1, BEGIN)):
+            values.setdefault(key.name, []).append(value)
+    return {name for name, all_ in values.items() if all(all_[0] == each for each in all_)}
+
+
+def _apart(
+    record: Record, ranks: Sequence[Record], tolerance: float, *, first_step: bool = False
+) -> tuple[dict[Key, float], float]:
+    """What several ranks have unlike one device, in the order of time; the largest of the rest.
+
+    Args:
+        record: Of one device.
+        ranks: Of each of several.
+        tolerance: By what part of the largest number of its kind something may differ.
+        first_step: Compare gradients before the first step only.
+    """
+    largest: dict[Any, float] = {}
+    for key, value in record.items():
+        if isinstance(value, Sketch):
+            largest[_group(key)] = max(largest.get(_group(key), 0.0), value.largest)
+    distances: dict[Key, float] = {}
+    for rank in ranks:
+        for key in {**record, **rank}:
+            if key.kind != "variable" and (key[:4] == _FIRST or not first_step):
+                size = _distance(record.get(key), rank.get(key), largest.get(_group(key), 0.0))
+                distances[key] = max(size, distances.get(key, 0.0))
+    found = {key: distances[key] for key in _sorted(distances) if distances[key] > tolerance}
+    worst = max((size for size in distances.values() if size <= tolerance), default=0.0)
+    return found, worst
+
+
+def _beyond(found: dict[Key, float], by_rounding: dict[Key, float]) -> dict[Key, float]:
+    """What differs by more than what a rounding's difference has grown to by then."""
+    moments = [key.order for key in by_rounding]
+    grown = [0.0, *accumulate(by_rounding.values(), max)]
+    most = {key: _MARGIN * grown[bisect_right(moments, key.order)] for key in found}
+    return {key: size for key, size in found.items() if size > most[key]}
+
+
+def _sorted(keys: Any) -> list[Key]:
+    return sorted(keys, key=lambda key: key.order)
+
+
+def _group(key: Key) -> Any:
+    """What it is compared within: what is zero but for rounding has no size of its own."""
+    if key.kind in ("gradient", "parameter"):
+        return key[:4]
+    name = key.name.rpartition(".")[2] if key.kind == "buffer" else key.name.partition(" of ")[0]
+    return *key[:4], name
+
+
+def _distance(value: Value, other: Value, largest: float) -> float:
+    if value == other:
+        return 0.0
+    if not isinstance(value, Sketch) or not isinstance(other, Sketch):
+        return math.inf
+    numbers, others = value.numbers, other.numbers
+    finite = np.isfinite(numbers)
+    if value.shape != other.shape or not np.array_equal(finite, np.isfinite(others)):
+        return math.inf
+    most = float(np.abs(numbers[finite] - others[finite]).max(initial=0.0))
+    return most and most / max(largest, other.largest)
+
+
+def _differences(found: dict[Key, float]) -> tuple[Difference, ...]:
+    return tuple(
+        Difference(
+            kind=key.kind,
+            name=key.name,
+            size=size,
+            epoch=key.epoch,
+            step=None if key.moment == END else key.moment,
+        )
+        for key, size in found.items()
+    )

@@ -7,6 +7,8 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.pipeline.spec import PipelineSpec
@@ -39,7 +41,7 @@ class Findings:
             problems = (OSError, ValueError, KeyError, TypeError)
             with contextlib.suppress(*problems), store.read(_NAME) as file:
                 kept = json.load(file)
-                self._kept = [_finding(one) for one in kept["findings"] if kept["of"] == of]
+                self._kept = [_finding(**one) for one in kept["findings"] if kept["of"] == of]
         self.all += self._kept
 
     def keep(self, found: Finding, *, for_good: bool) -> None:
@@ -48,7 +50,8 @@ class Findings:
         if not for_good or not self.of or self.store is None:
             return
         self._kept.append(found)
-        kept = {"of": self.of, "findings": [_plain(one) for one in self._kept]}
+        findings = [{**asdict(one), "traits": sorted(one.traits)} for one in self._kept]
+        kept = {"of": self.of, "findings": findings}
         with contextlib.suppress(OSError), self.store.write(_NAME) as file:  # or made again
             file.write(json.dumps(kept, indent=1).encode())
 
@@ -69,21 +72,5 @@ def _version(package: str) -> str:
         return ""
 
 
-def _plain(one: Finding) -> dict[str, object]:
-    return {
-        "traits": sorted(one.traits),
-        "widens": one.widens,
-        "moves": one.moves,
-        "began_anew": one.began_anew,
-    }
-
-
-def _finding(kept: dict[str, object]) -> Finding:
-    traits = kept["traits"]
-    assert isinstance(traits, Sequence)
-    return Finding(
-        traits=frozenset(map(str, traits)),
-        widens=kept["widens"] is True,
-        moves=kept["moves"] is True,
-        began_anew=str(kept["began_anew"]),
-    )
+def _finding(traits: Sequence[str], **kept: Any) -> Finding:
+    return Finding(traits=frozenset(map(str, traits)), **kept)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from optuna.study import Study, StudyDirection
 
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.spec import PipelineSpec
@@ -68,9 +69,8 @@ class Order:
         objective_at: Where it is.
         objective_id: Which it is there.
         params: What is suggested; None for what is drawn.
-        study: Name, direction and so on, which the objective may ask for.
-        maximize: As of `RunTrial`.
-        seed: Likewise.
+        study: See `facts_of`.
+        seed: As of `RunTrial`.
         spec: Of the data sets; None if there are none.
         payload: These.
         num_threads: To compute with.
@@ -79,14 +79,12 @@ class Order:
         is_nudged: Parameters are changed as little as rounding does.
         num_batches: So many, and a part of one, in each pass over training data.
         store: Where several ranks find each other.
-        group: Name of their group there.
     """
 
     objective_at: str
     objective_id: int
     params: Mapping[str, Any] | None
     study: Mapping[str, Any]
-    maximize: bool | None
     seed: int
     spec: PipelineSpec | None = None
     payload: Payload | None = None
@@ -98,7 +96,18 @@ class Order:
     rank: int = 0
     world_size: int = 1
     store: StoreReady | None = None
-    group: str = ""
+
+    @property
+    def maximize(self) -> bool | None:
+        """As of `RunTrial`."""
+        directions = self.study["directions"]
+        return directions[0] is StudyDirection.MAXIMIZE if len(directions) == 1 else None
+
+
+def facts_of(study: Study) -> dict[str, Any]:
+    """What an objective may ask its study for."""
+    names = "study_name", "user_attrs", "directions"
+    return {name: getattr(study, name) for name in names} | {"direction": study.directions[0]}
 
 
 class Ending(Enum):

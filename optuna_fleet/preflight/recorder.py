@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import hashlib
+import inspect
 import math
+import traceback
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from optuna_fleet.preflight.frames import users_frames
 from optuna_fleet.preflight.notes import BEGIN, END, Key, Rehearsed, Sketch, Value
+from optuna_fleet.trainer.heartbeat import PACKAGE, is_users
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept
 _MOST_NUMBERS = 1024
@@ -31,6 +34,7 @@ _NOT_LOOKED_INTO = (  # what only shows or carries things
     *("lightning", "pytorch_lightning"),  # whose Trainer goes along with what is prepared
 )
 _OURS = "optuna_fleet.integrations"
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _PREPARED = "prepared"  # as a kind: that of each part
 
 Leaves = Iterator[tuple[str, str, Any]]
@@ -171,7 +175,7 @@ def _is_looked_into(value: Any) -> bool:
 
 def _variables() -> Iterator[tuple[str, Any]]:
     """Yield what the functions of the user's have that lead here, from the outermost inwards."""
-    for frame in users_frames():
+    for frame in _users_frames():
         names, known = frame.f_code.co_names, frame.f_globals
         yield from ((name, known[name]) for name in names if name in known)
         yield from dict(frame.f_locals).items()
@@ -201,3 +205,34 @@ def _few(numbers: Any) -> Any:
     each = math.ceil(size / _MOST_NUMBERS)
     signs = np.random.Generator(np.random.PCG64(size)).integers(0, 2, size, dtype=np.int8) * 2 - 1
     return np.add.reduceat(numbers * signs, np.arange(0, size, each)) / math.sqrt(each)
+
+
+# -- frames of the user's -------------------------------------------------------------------------
+
+
+def _users_frames() -> list[types.FrameType]:
+    """Return the objective's, and those of the functions of the user's in it, outermost first."""
+    found: list[types.FrameType] = []
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        path = frame.f_code.co_filename
+        if is_users(path) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            found.append(frame)
+        elif found and path.startswith(PACKAGE):
+            break
+    return found[::-1]
+
+
+def is_last_loop() -> bool:
+    """Whether none can follow, by the names in what is left to do; called at a loop's end.
+
+    Then the objective is left, as what follows would be done for nothing: a model saved, say.
+    """
+    sought = {"epochs", "steps"}
+    for frame in reversed(_users_frames()):
+        here, code = frame.f_lasti, list(dis.get_instructions(frame.f_code))
+        jumps = [one.argval for one in code if one.offset > here and one.opcode in _JUMPS]
+        begin = min([here + 1, *jumps])  # of an outer loop, whose end jumps there
+        if any(one.argval in sought for one in code if here != one.offset >= begin):
+            return False
+        sought.add(frame.f_code.co_name)
+    return True

@@ -9,18 +9,19 @@ from contextlib import nullcontext
 from traceback import format_exc
 from typing import Any, NoReturn, TypeAlias
 
+import optuna
 import torch
 from optuna import TrialPruned
+from optuna.samplers import RandomSampler
 from torch import nn
 
+from optuna_fleet.events import EpochDecision, MoveRefused
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.reader.read_plan import ReadPlan
-from optuna_fleet.preflight.answers import RehearsedSession, UnfitError
-from optuna_fleet.preflight.frames import is_last_loop
 from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
 from optuna_fleet.preflight.precision import InDouble
 from optuna_fleet.preflight.quiet_noise import QuietNoise
-from optuna_fleet.preflight.recorder import Recorder
+from optuna_fleet.preflight.recorder import Recorder, is_last_loop
 from optuna_fleet.preflight.rehearsals import ENVIRONMENT
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death, die_with
@@ -31,10 +32,12 @@ from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.prepared import OPTIONS
 from optuna_fleet.trainer.randomness import seed_run, seed_torch
 from optuna_fleet.trainer.saving import Saver
-from optuna_fleet.trainer.session import Yielded
+from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.training import Training
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.messages import RunTrial, StopAt
+from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall, Report, ShouldPrune
+from optuna_fleet.wire.messages import CheckpointFailed, RunTrial, StopAt
+from optuna_fleet.wire.packing import is_primitive
 
 _MOST_LOOPS = 4
 _MOST_PASSES = 6  # of objectives that have no loop over epochs
@@ -63,6 +66,10 @@ def rehearse(order: Order) -> Rehearsed:
     return found
 
 
+class UnfitError(Exception):
+    """It can't be checked: says why."""
+
+
 class Scene:
     """What is the same for all legs: loaded, and not used."""
 
@@ -89,7 +96,7 @@ class Scene:
             objective_id=order.objective_id,
             objective_at=order.objective_at,
             measure=False,
-            group=order.group,
+            group="" if order.store is None else "preflight",
             store=order.store,
             gc_after_trial=False,
             maximize=order.maximize,
@@ -148,7 +155,7 @@ class RehearsedTrial(FleetTrial):
 
     def __init__(self, scene: Scene, notes: Rehearsed, content: Captured | None) -> None:
         run = scene.run(notes.num_moves, notes.num_moves - 1 if content else None)
-        session = RehearsedSession(run, scene.order, notes)
+        session = _Session(run, scene.order, notes)
         held = Held(content, Saver(session)) if content else None
         super().__init__(session, lambda: Training(session, scene.data, "cpu", held))
         if scene.data is not None:
@@ -279,6 +286,77 @@ def _disturb(objects: Sequence[Any], epoch: int, epsilons: int) -> None:
             size = _NOISE[epoch] * (parameter.abs().mean() + 0.1)
             parameter.add_((size * noise).to(parameter))
             parameter.mul_(1 + epsilons * torch.finfo(parameter.dtype).eps * noise)
+
+
+class _Session(Session):
+    """Asks a trial in this process' memory instead of the driver; nothing goes anywhere."""
+
+    def __init__(self, run: RunTrial, order: Order, notes: Rehearsed) -> None:
+        super().__init__(None, run)
+        self._order = order
+        self._notes = notes
+        directions = order.study["directions"]
+        study = optuna.create_study(sampler=RandomSampler(order.seed), directions=directions)
+        known = {**(order.params or {}), **notes.params}
+        study.enqueue_trial(known, user_attrs=notes.user_attrs)
+        self._trial = study.ask()
+
+    def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """See `Session`."""
+        self.check()
+        if target != "trial":
+            self._unknown(target, name)
+        if name.startswith("suggest_"):
+            return self._suggested(name, *args, **kwargs)
+        answer = getattr(self._trial, name)(*args, **kwargs)
+        self._notes.user_attrs = self._trial.user_attrs
+        return answer
+
+    def _suggested(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._order.params is not None and name not in self._order.params:
+            raise UnfitError(f"no value was given for the parameter {name!r}")
+        if not is_primitive(given := (self._order.params or {}).get(name)):
+            return given
+        objects = {}  # of the choices, by their position
+        if kind == "suggest_categorical":
+            objects = {i: c for i, c in enumerate(args[0]) if not is_primitive(c)}
+            args = ([i if i in objects else choice for i, choice in enumerate(args[0])],)
+        value = getattr(self._trial, kind)(name, *args, **kwargs)
+        self._notes.params[name] = value
+        if type(value) is int and value in objects:
+            return objects[value]
+        if is_primitive(value):
+            self.parameters[name] = value
+        return value
+
+    def read(self, target: str, name: str) -> Any:
+        """See `Session`."""
+        if target == "study" and name in self._order.study:
+            return self._order.study[name]
+        return getattr(self._trial, name) if target == "trial" else self._unknown(target, name)
+
+    def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
+        """See `Session`."""
+        self.call(target, name, *args, **kwargs)
+
+    def _unknown(self, target: str, name: str) -> NoReturn:
+        raise UnfitError(f"the objective asks the {target} for `{name}`, which has no answer here")
+
+    def ask(self, kind: type[RankCall], **fields: Any) -> Any:
+        """See `Session`."""
+        self.check()
+        if kind is EndEpoch:
+            decision = EpochDecision.YIELD if self._order.moves else EpochDecision.GO
+            return AfterEpoch(decision, stays=True)
+        return False if kind in (ShouldPrune, Report) else self._unknown("driver", kind.__name__)
+
+    def send(self, message: Any) -> None:
+        """See `Session`."""
+        match message:
+            case MoveRefused():
+                self._notes.refused = self._notes.refused or "it refuses to be moved"
+            case CheckpointFailed():
+                self._notes.refused = self._notes.refused or message.problem
 
 
 class _Missing:

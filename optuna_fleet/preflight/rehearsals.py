@@ -90,7 +90,7 @@ class Rehearsals:
         with socket.create_server(("127.0.0.1", 0)) as listener:  # where ranks find each other
             process = ProcessId("preflight", os.getpid())
             store = StoreReady(host="127.0.0.1", port=listener.getsockname()[1], process=process)
-            orders = [replace(order, store=store, group="preflight") for order in group]
+            orders = [replace(order, store=store) for order in group]
             return [_started(number, order, listener) for order in orders]
 
 

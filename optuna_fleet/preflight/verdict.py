@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 
@@ -13,17 +14,15 @@ class Difference:
     """Something that is not what it is on one device, undisturbed.
 
     Attributes:
-        kind: Of what: one of `records.KINDS`.
+        kind: Of what: one of `notes.KINDS`.
         name: As the user wrote it.
-        loop: Over epochs, from 1, in which it was seen.
-        epoch: Mini-epoch of that, from 0.
+        epoch: Mini-epoch in which it was seen, from 0.
         step: Of an optimizer, from 1, in that; None at its end.
         size: By what part of the largest number of its kind; infinite where it is of another kind.
     """
 
     kind: str
     name: str
-    loop: int = 1
     epoch: int = 0
     step: int | None = None
     size: float = float("inf")
@@ -52,43 +51,98 @@ class Finding:
     began_anew: str = ""
 
 
+class Outcome(Enum):
+    """What trials like the checked one may have."""
+
+    FREE = "any devices"
+    NOT_MOVED = "no moves"
+    ONE_DEVICE = "one device"
+    NOT_REPEATABLE = "not repeatable"  # on one device: there is nothing to compare with
+    NOT_CHECKED = "not checked"
+    PLAIN = "plain"  # it prepares nothing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What trials like the checked one may do; `print` it, or show it in a notebook.
 
     Attributes:
+        outcome: In a word.
+        differences: Of several devices from one, or of two runs on one, in the order of time.
+        problem: How the run on several has failed, or why nothing was checked.
+        traceback: Of an objective that has raised on one device.
+        moved: What is not as it would be without moves; causes first.
+        not_moved: Why it could not be moved at all.
+        worst: The largest difference of several devices that was let pass.
         params: That the checked trial had.
         wall_s: What the check took.
         cpu_s: Likewise, of all its processes.
-        worst: The largest difference of several devices that was let pass.
     """
 
+    outcome: Outcome
+    differences: Sequence[Difference] = ()
+    problem: str = ""
+    traceback: str = ""
+    moved: Sequence[Difference] = ()
+    not_moved: str = ""
+    worst: float = 0.0
     params: Mapping[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    worst: float = 0.0
 
     @property
     def may_widen(self) -> bool:
         """Whether it gives the same on several devices."""
-        return isinstance(self, Free | NotMoved)
+        return self.outcome in (Outcome.FREE, Outcome.NOT_MOVED)
 
     @property
     def may_move(self) -> bool:
         """Whether it gives the same wherever it goes on."""
-        return isinstance(self, Free) or (isinstance(self, OneDevice) and self.moves is None)
+        was_moved = self.outcome in (Outcome.FREE, Outcome.ONE_DEVICE)
+        return was_moved and not (self.moved or self.not_moved)
 
     def finding(self, traits: frozenset[str]) -> Finding:
         """What it says of trials that have these traits."""
-        moves = self.moves if isinstance(self, OneDevice) else self
-        began_anew = _moves(moves) if isinstance(moves, NotMoved) else ""
         return Finding(
-            traits=traits, widens=self.may_widen, moves=self.may_move, began_anew=began_anew
+            traits=traits,
+            widens=self.may_widen,
+            moves=self.may_move,
+            began_anew=self._of_moves(),
         )
+
+    def told(self) -> tuple[str, str]:
+        """What was found, in a few words, and how it is mended, if it has to be."""
+        moves, keep = self._of_moves(), _KEEP if self.moved and not self.not_moved else ""
+        match self.outcome:
+            case Outcome.NOT_MOVED:
+                return f"the same on several devices, but not moved: {moves}", keep
+            case Outcome.ONE_DEVICE:
+                what = str(self.differences[0]) if self.differences else self.problem
+                nor = f"; nor is it moved: {moves}" if moves else ""
+                advice = [_usual_reason(first) for first in self.differences[:1]]
+                return f"one device: on several {what}{nor}", " ".join([*advice, keep]).strip()
+            case Outcome.NOT_REPEATABLE:
+                what = str((*self.differences, "it fails")[0])
+                return f"not repeatable on one device: run again, {what}", _SEED
+            case Outcome.NOT_CHECKED:
+                return f"not checked, and so one device: {self.problem}", self.traceback
+            case Outcome.PLAIN:
+                return "plain: one device, as it prepares nothing (`trial.prepare`)", ""
+        return "the same on any devices, and over moves", ""
+
+    def _of_moves(self) -> str:
+        if self.not_moved or not self.moved:
+            return self.not_moved
+        if self.moved[0].kind != "variable":
+            return f"after a move {self.moved[0]}, as something begins anew"
+        names = (one.name for one in self.moved if one.kind == "variable")
+        roots = (name.removeprefix("len(").removesuffix(")").partition("[")[0] for name in names)
+        found = list(dict.fromkeys(f"`{root}`" for root in roots))
+        return f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''} would begin anew"
 
     def __str__(self) -> str:
         params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
-        finding, advice = told(self)
+        finding, advice = self.told()
         of = f" ({params})" if params else ""
         took = f"The check took {self.wall_s:.1f} s ({self.cpu_s:.1f} s of CPU time)."
         lines = [f"Pre-flight check{of}: {finding}", advice, took]
@@ -100,93 +154,7 @@ class Verdict:
         return f"<div><b>{html.escape(first)}</b>{rest}</div>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Free(Verdict):
-    """Any devices, any moves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotMoved(Verdict):
-    """No moves by choice.
-
-    Attributes:
-        differences: What is not as it would be had it not moved; causes first.
-        problem: Why it could not be moved at all.
-    """
-
-    differences: tuple[Difference, ...] = ()
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneDevice(Verdict):
-    """No more than one device.
-
-    Attributes:
-        differences: What is not as it is on one, in the order of time.
-        problem: How the run on several has failed, if it has.
-        moves: What became of moves; None if they change nothing.
-    """
-
-    differences: tuple[Difference, ...] = ()
-    problem: str = ""
-    moves: NotMoved | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotRepeatable(Verdict):
-    """It gives other results when it is run again on one device: these `differences`."""
-
-    differences: tuple[Difference, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotChecked(Verdict):
-    """Nothing is known: `why`; with the `traceback` of an objective that has raised."""
-
-    why: str
-    traceback: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plain(Verdict):
-    """It prepares nothing: there is nothing to check."""
-
-
-def told(verdict: Verdict) -> tuple[str, str]:
-    """What was found, in a few words, and how it is mended, if it has to be."""
-    match verdict:
-        case NotMoved():
-            finding = f"the same on several devices, but not moved: {_moves(verdict)}"
-            return finding, "" if verdict.problem else _KEEP
-        case OneDevice(differences=found, moves=moves):
-            nor = "" if moves is None else f"; nor is it moved: {_moves(moves)}"
-            what = str(found[0]) if found else verdict.problem
-            advice = [usual_reason(found[0])] if found else []
-            advice += [_KEEP] if moves is not None and not moves.problem else []
-            return f"one device: on several {what}{nor}", " ".join(advice)
-        case NotRepeatable(differences=found):
-            return f"not repeatable on one device: run again, {(*found, 'it fails')[0]}", _SEED
-        case NotChecked():
-            return f"not checked, and so one device: {verdict.why}", verdict.traceback
-        case Plain():
-            return "plain: one device, as it prepares nothing (`trial.prepare`)", ""
-    return "the same on any devices, and over moves", ""
-
-
-def _moves(verdict: NotMoved) -> str:
-    if verdict.problem:
-        return verdict.problem
-    first = verdict.differences[0]
-    if first.kind != "variable":
-        return f"after a move {first}, as something begins anew"
-    names = (one.name for one in verdict.differences if one.kind == "variable")
-    roots = (name.removeprefix("len(").removesuffix(")").partition("[")[0] for name in names)
-    found = list(dict.fromkeys(f"`{root}`" for root in roots))
-    return f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''} would begin anew"
-
-
-def usual_reason(first: Difference) -> str:
+def _usual_reason(first: Difference) -> str:
     """What usually makes several devices differ, by what differs first, and when."""
     if first.kind == "gradient" and (first.epoch, first.step) == (0, 1):
         return _LOSS

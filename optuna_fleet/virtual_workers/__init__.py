@@ -6,9 +6,9 @@ Others use `Pipeline`, which `FleetTrial.pipeline` returns, made as its `pipelin
   A `stage` keeps them, whether pipelines are flushed or not: they differ in their `versions` of
   the weights, and in when these are taken and given. `simulator` keeps them with time alone.
 - Who is where: `measuring` finds out what layers cost, `stage_placement` decides by that, with
-  `partition`, `layouts` and `predictions`; a `construction` is what one rank has of it.
+  `partition` and `layouts`; a `construction` is what one rank has of it.
 - What goes between processes: parts of batches (`minibatches`) and `stage_messages`, by `edges`;
-  `parameter_server`s add up waves, and `sums` has what else ranks add up.
+  `parameter_server`s add up waves, and `ties` gradients of what layers share.
 - `whole` is the state of a model in stages.
 """
 

@@ -22,8 +22,9 @@ from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
 from optuna_fleet.virtual_workers.stage_placement import Placement
-from optuna_fleet.virtual_workers.sums import Agreement, Ties, shared_parameters
+from optuna_fleet.virtual_workers.ties import Ties, shared_parameters
 from optuna_fleet.virtual_workers.versions import (
+    Agreement,
     FlushedWeights,
     SgdRule,
     VersionedWeights,

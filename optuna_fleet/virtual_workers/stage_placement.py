@@ -8,7 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from optuna_fleet.virtual_workers.layouts import distributions
+from optuna_fleet.virtual_workers.layouts import (
+    Servers,
+    can_be_local,
+    distributions,
+    flushed_s,
+    partitions_under_load,
+    waves_rate,
+)
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -19,13 +26,6 @@ from optuna_fleet.virtual_workers.partition import (
     PartitionProblem,
     StageDevice,
     Workers,
-)
-from optuna_fleet.virtual_workers.predictions import (
-    Servers,
-    can_be_local,
-    flushed_s,
-    partitions_under_load,
-    waves_rate,
 )
 
 WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, with Python's part

@@ -6,7 +6,8 @@ make backward passes fail, or wrong without a word.
 
 The weights are the first ones plus a sum of updates, each from weights of its own (HetPipe,
 section 5), so an update must not depend on the weights it is added to, nor on what others add.
-That of SGD does not, nor does it with momentum, of which every virtual worker has its own.
+That of SGD does not, nor does it with momentum, of which every virtual worker has its own; at a
+flush they come to an `Agreement`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from torch import Tensor, nn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.virtual_workers.parameter_server import ServerClient
 from optuna_fleet.virtual_workers.stage_messages import Snapshot, Tensors, added
+from optuna_fleet.virtual_workers.whole import parameters_of
 from optuna_fleet.virtual_workers.wsp import Tag
+
+# After the name of a parameter or a buffer, which begins with that of its layer.
+_MOMENTUM, _BUFFER = " momentum", " buffer"
 
 
 class Weights(ABC):
@@ -300,3 +305,55 @@ class SgdRule:
             step = step + momentum * kept if group["nesterov"] else kept
         moved: Tensor = -self._share * group["lr"] * step
         return moved
+
+
+class Agreement:
+    """What a stage gives to a sum over virtual workers at a flush, and takes from it.
+
+    Momenta of SGD are linear in the gradients: their mean is that of one virtual worker which
+    trains on whole batches. Buffers that passes change, as BatchNorm's statistics, go as far as
+    the mean of what virtual workers have changed; others stay what they are, to the bit.
+
+    Args:
+        share: Of this virtual worker in a mean over all.
+    """
+
+    def __init__(self, part: nn.Module, optimizer: torch.optim.Optimizer, share: float) -> None:
+        self._part = part
+        self._trained = parameters_of(part)
+        self._state: Mapping[Any, dict[str, Tensor]] = optimizer.state
+        self._share = share
+        self._before = {name: buffer.clone() for name, buffer in _buffers(part).items()}
+
+    @torch.no_grad()
+    def rest(self) -> dict[str, Tensor]:
+        """To be summed up over the virtual workers."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._trained.items():
+            momentum = self._state.get(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                found[name + _MOMENTUM] = self._share * momentum
+        for name, buffer in _buffers(self._part).items():
+            before = self._before.get(name)
+            if before is None or before.shape != buffer.shape:
+                continue  # the pass has made it
+            moved = torch.where(buffer == before, 0.0, buffer - before)  # also of infinite ones
+            found[name + _BUFFER] = self._share * moved
+        return found
+
+    @torch.no_grad()
+    def take(self, agreed: Tensors) -> None:
+        """Weights, and sums of `rest`."""
+        for name, parameter in self._trained.items():
+            if name in agreed:
+                parameter.copy_(agreed[name])
+            if name + _MOMENTUM in agreed:
+                self._state[parameter]["momentum_buffer"] = agreed[name + _MOMENTUM].clone()
+        for name, buffer in _buffers(self._part).items():
+            if name + _BUFFER in agreed:
+                buffer.copy_(self._before[name] + agreed[name + _BUFFER])
+                self._before[name] = buffer.clone()
+
+
+def _buffers(part: nn.Module) -> dict[str, Tensor]:
+    return {name: b for name, b in part.named_buffers() if b.is_floating_point()}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 accelerate = pytest.importorskip("accelerate")
 
 from optuna_fleet import FleetExecutor  # noqa: E402
-from optuna_fleet.preflight.verdict import Plain  # noqa: E402
+from optuna_fleet.preflight.verdict import Outcome  # noqa: E402
 from tests.fleets import Noise, small_model  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def by_accelerate(trial: Any) -> float:
 
 def test_there_is_nothing_to_check() -> None:
     report = FleetExecutor(devices=1).preflight(optuna.create_study(), by_accelerate)
-    assert isinstance(report, Plain), report
+    assert report.outcome is Outcome.PLAIN, report
 
 
 def test_it_runs_on_a_fleet() -> None:

@@ -13,19 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from optuna_fleet import SharedPipeline
-from optuna_fleet.preflight import verdict
+from optuna_fleet.preflight.verdict import Outcome
 from tests.behaviour.parts import usual_pipeline
 
-ANY, STAYS, ONE = "any devices", "no moves", "one device"
-UNREPEATABLE, UNCHECKED, PLAIN = "not repeatable", "not checked", "plain"
-VERDICTS: dict[str, type[verdict.Verdict]] = {
-    ANY: verdict.Free,
-    STAYS: verdict.NotMoved,
-    ONE: verdict.OneDevice,
-    UNREPEATABLE: verdict.NotRepeatable,
-    UNCHECKED: verdict.NotChecked,
-    PLAIN: verdict.Plain,
-}
+ANY, STAYS, ONE = Outcome.FREE, Outcome.NOT_MOVED, Outcome.ONE_DEVICE
+UNREPEATABLE, UNCHECKED = Outcome.NOT_REPEATABLE, Outcome.NOT_CHECKED
+PLAIN = Outcome.PLAIN
 
 EPOCHS, BATCH = 9, 8
 
@@ -39,7 +32,7 @@ class Case:
     """
 
     objective: Callable[[Any], Any]
-    verdict: str
+    outcome: Outcome
     says: Sequence[str] = ()
     params: Mapping[str, Any] | None = None
 
@@ -47,27 +40,27 @@ class Case:
 class Table(dict[str, Case]):
     """Cases by name."""
 
-    def case(self, verdict: str, *says: str, **params: Any) -> Callable[[Any], Any]:
+    def case(self, outcome: Outcome, *says: str, **params: Any) -> Callable[[Any], Any]:
         """Enter an objective under its own name."""
 
         def enter(objective: Any) -> Any:
-            self.add(objective.__name__, objective, verdict, *says, **params)
+            self.add(objective.__name__, objective, outcome, *says, **params)
             return objective
 
         return enter
 
-    def loss(self, verdict: str, *says: str, **options: Any) -> Callable[[Any], Any]:
+    def loss(self, outcome: Outcome, *says: str, **options: Any) -> Callable[[Any], Any]:
         """Enter the plain loop around a loss of a model, rows, classes and numbers."""
 
         def enter(loss_of: Any) -> Any:
-            self.add(loss_of.__name__, trains(loss_of, **options), verdict, *says)
+            self.add(loss_of.__name__, trains(loss_of, **options), outcome, *says)
             return loss_of
 
         return enter
 
-    def add(self, name: str, objective: Any, verdict: str, *says: str, **params: Any) -> None:
+    def add(self, name: str, objective: Any, outcome: Outcome, *says: str, **params: Any) -> None:
         assert name not in self, f"two are called {name}"
-        self[name] = Case(objective, verdict, says, params or None)
+        self[name] = Case(objective, outcome, says, params or None)
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.virtual_workers.layouts import (
+    Servers,
     distributions,
     equal_distribution,
+    flushed_s,
     hybrid_distribution,
     node_partition,
+    partitions_under_load,
+    pipeline_rate,
+    sync_seconds,
 )
 from optuna_fleet.virtual_workers.partition import (
     Layers,
@@ -21,13 +26,6 @@ from optuna_fleet.virtual_workers.partition import (
     PartitionProblem,
     StageDevice,
     best_partition,
-)
-from optuna_fleet.virtual_workers.predictions import (
-    Servers,
-    flushed_s,
-    partitions_under_load,
-    pipeline_rate,
-    sync_seconds,
 )
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous

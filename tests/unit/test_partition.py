@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optuna_fleet.virtual_workers.layouts import best_partitions
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -18,7 +19,6 @@ from optuna_fleet.virtual_workers.partition import (
     best_partition,
     partition_of,
 )
-from optuna_fleet.virtual_workers.predictions import best_partitions
 
 
 def fits(partition):

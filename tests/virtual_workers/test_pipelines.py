@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,49 @@ def test_what_stages_share_is_in_a_checkpoint_once(tmp_path: Path) -> None:
     loaded = load_best_model(study, tied_layers())
     assert torch.equal(loaded[2].weight, shared[0])
     assert loaded[2].weight is loaded[0][1].weight
+
+
+# -- several virtual workers ----------------------------------------------------------------------
+
+WAVES = {"in_flight": 3, "clock_distance": 0, "virtual_workers": 2}
+ALL = (0, 1, 2, 3)
+
+
+def test_virtual_workers_go_on_from_a_checkpoint_as_if_nothing_had_been(fleet: Any) -> None:
+    objective = functools.partial(trains, options=WAVES)
+    at_once = run(fleet, objective, Leg(ALL))
+    moved = run(fleet, objective, Leg(ALL, until_epoch=1), Leg((2, 1, 3, 0)))
+    assert result(moved) == result(at_once)
+    losses = result(at_once)["losses"]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def without_noise() -> nn.Sequential:
+    model = layers()
+    model[1] = nn.GroupNorm(2, 4).double()
+    model[3] = model[7] = nn.Identity()
+    return model
+
+
+def test_one_minibatch_at_a_time_is_sgd_on_whole_batches_whatever_the_layout(fleet: Any) -> None:
+    """With momentum and weight decay; the last batch has one sample for two virtual workers."""
+    options = {**WAVES, "in_flight": 1}
+    objective = functools.partial(trains, options=options, build=without_noise)
+    plain = functools.partial(trains, options={"in_flight": 1}, build=without_noise)
+    expected = result(run(fleet, plain, Leg((0,))))
+    legs = Leg(ALL, until_epoch=1), Leg((2, 1, 0), until_epoch=2), Leg((3,))
+    for several in (run(fleet, objective, Leg(ALL)), run(fleet, objective, *legs)):
+        assert result(several)["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        assert result(several)["found"] == pytest.approx(expected["found"], rel=1e-10)
+
+
+def test_what_a_clock_distance_alone_gave_is_told(fleet: Any, log: Any) -> None:
+    objective = functools.partial(trains, options={"clock_distance": 1})
+    trial = run(fleet, objective, Leg(ALL, until_epoch=2), Leg((0,)))
+    said = [line for line in log.getvalue().splitlines() if "takes the layout" in line]
+    assert len(said) == 1  # and none for one device
+    assert re.search(r"here [1-4] x [1-4]( or [1-4])? \(ED; .* with \d in flight", said[0])
+    assert trial.user_attrs["layout"] == [1, 1]
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

@@ -39,68 +39,6 @@ def paces(*by_worker):
 # -- one virtual worker ---------------------------------------------------------------------------
 
 
-def convolutions():
-    """With BatchNorm, an in-place ReLU behind each cut, and a layer without parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(4, 4, 3, stride=2),
-        nn.BatchNorm2d(4),
-        nn.ReLU(inplace=True),
-        nn.Flatten(),
-        nn.Linear(36, 5),
-    ).double()
-
-
-def images(worker, number):
-    x, _ = batch(worker, number, width=64, size=4)
-    return x.view(4, 1, 8, 8), torch.arange(4) % 5
-
-
-@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.Adam(p, lr=0.01)])
-@pytest.mark.parametrize("cuts", [(), (2,), (2, 5, 6)])
-def test_a_flushed_pipeline_does_bit_for_bit_what_one_device_does(make, cuts):
-    torch.manual_seed(0)
-    model = convolutions()
-    plain = copy.deepcopy(model)
-    run = train(
-        blueprint(Flush(4), cuts, model=model, loss=F.cross_entropy, optimizer=make),
-        num_waves=5,
-        batches=images,
-    )
-    optimizer, losses = make(plain.parameters()), []
-    for number in range(1, 21):
-        x, y = images(0, number)
-        loss = F.cross_entropy(plain(x), y)
-        loss.backward()
-        losses.append(loss.item())
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert run.losses == losses
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize(("cuts", "wave_size"), [((1, 2, 3), 4), ((1, 3), 7), ((2,), 1), ((), 3)])
-def test_a_pipeline_alone_is_sgd_with_a_delay(cuts, wave_size):
-    plan = blueprint(WaveSynchronous(wave_size, None), cuts)
-    run = train(plan, num_waves=12)
-    assert [tag.local for _, _, tag in run.starts] == [
-        max(0, p - wave_size) for p in range(1, 12 * wave_size + 1)
-    ]
-    # By hand: minibatch p is trained at the weights after p - N_m.
-    versions = [{name: p.detach().clone() for name, p in plan.model.named_parameters()}]
-    for number in range(1, 12 * wave_size + 1):
-        weights = versions[max(0, number - wave_size)]
-        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
-        x, y = batch(0, number)
-        F.mse_loss(torch.func.functional_call(plan.model, leaves, (x,)), y).backward()
-        versions.append({n: w - LR * leaves[n].grad for n, w in versions[-1].items()})
-    assert furthest(run.workers.weights(), versions[-1]) <= 1e-14
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,15 +167,6 @@ def test_a_layer_that_is_within_another_too_draws_as_that_one():
 # -- several virtual workers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distance", [0, 2])
-def test_the_recorded_order_on_one_device_gives_the_same_weights(distance):
-    # Cut unlike, so that servers have pieces of stages.
-    plan = blueprint(WaveSynchronous(4, distance), (1, 3), (2,), (1, 2, 3))
-    run = train(plan, 15, pass_s=paces(1, 1.7, 4))
-    assert len(run.workers.servers) == 4
-    assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
-
-
 @settings(max_examples=15)
 @given(st.data())
 def test_whatever_the_speeds_and_latencies_are(data):
@@ -309,6 +238,3 @@ def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, dist
     simulated = VirtualWorkers(times, schedule)
     simulated.run(num_waves)
     assert run.transport.now_s == pytest.approx(simulated.now_s, rel=1e-9)
-
-
-# -- what is refused ------------------------------------------------------------------------------

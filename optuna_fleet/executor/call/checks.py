@@ -21,8 +21,8 @@ from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings
-from optuna_fleet.preflight.notes import Order
-from optuna_fleet.preflight.verdict import NotChecked, Verdict, told
+from optuna_fleet.preflight.notes import Order, facts_of
+from optuna_fleet.preflight.verdict import Outcome, Verdict
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck
@@ -101,38 +101,32 @@ class Checks:
         self._runtime.agents.tell(process.agent, message)
 
     def _rehearsed(self, number: int, objective_at: str) -> Order:
-        study, job = self._ledger.study, self._job
-        facts = {
-            "study_name": study.study_name,
-            "user_attrs": study.user_attrs,
-            "directions": study.directions,
-            "direction": study.directions[0],
-        }
         return Order(
             objective_at=objective_at,
-            objective_id=job.objective_id,
+            objective_id=self._job.objective_id,
             params=self._ledger.chosen(number),
-            study=facts,
-            maximize=job.maximize,
-            seed=job.options.seed,
+            study=facts_of(self._ledger.study),
+            seed=self._job.options.seed,
         )
 
     def checked(self, message: Checked) -> list[Event]:
         """A node has made a check."""
         if self._order is None or message.check_id != self._id:
             return []
-        verdict: Verdict = NotChecked(why="the process that makes the checks has died")
+        verdict = Verdict(
+            outcome=Outcome.NOT_CHECKED, problem="the process that makes the checks has died"
+        )
         if message.verdict:
             verdict = pickle.loads(message.verdict)  # by our own agent's child
         order, self._order = self._order, None
         self._costs_s.append(self._clock() - self._began)
-        finding, advice = told(verdict)
+        finding, advice = verdict.told()
         if not (verdict.may_widen and verdict.may_move) and finding not in self._told:
             self._told.add(finding)
             text = _FOUND.format(number=order.number, finding=finding, advice=advice)
             compat.fleet_logger.warning(text.strip())
         found = verdict.finding(order.traits)
-        self._findings.keep(found, for_good=not isinstance(verdict, NotChecked))
+        self._findings.keep(found, for_good=verdict.outcome is not Outcome.NOT_CHECKED)
         return [CheckEnded(finding=found)]
 
     def node_lost(self, devices: Collection[int]) -> list[Event]:

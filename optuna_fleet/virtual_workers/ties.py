@@ -1,79 +1,18 @@
-"""What ranks add up, beside what parameter servers do.
-
-Layers that share a parameter add up its gradients by `Ties`, wherever they are. And what differs
-between virtual workers comes to an `Agreement` at a flush.
-"""
+"""Parameters that layers share, wherever these are: their gradients are added up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.stage_messages import Tensors
-from optuna_fleet.virtual_workers.whole import parameters_of
-
-# After the name of a parameter or a buffer, which begins with that of its layer.
-_MOMENTUM, _BUFFER = " momentum", " buffer"
-
-
-class Agreement:
-    """What a stage gives to a sum over virtual workers at a flush, and takes from it.
-
-    Momenta of SGD are linear in the gradients: their mean is that of one virtual worker which
-    trains on whole batches. Buffers that passes change, as BatchNorm's statistics, go as far as
-    the mean of what virtual workers have changed; others stay what they are, to the bit.
-
-    Args:
-        share: Of this virtual worker in a mean over all.
-    """
-
-    def __init__(self, part: nn.Module, optimizer: torch.optim.Optimizer, share: float) -> None:
-        self._part = part
-        self._trained = parameters_of(part)
-        self._state: Mapping[Any, dict[str, Tensor]] = optimizer.state
-        self._share = share
-        self._before = {name: buffer.clone() for name, buffer in _buffers(part).items()}
-
-    @torch.no_grad()
-    def rest(self) -> dict[str, Tensor]:
-        """To be summed up over the virtual workers."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self._trained.items():
-            momentum = self._state.get(parameter, {}).get("momentum_buffer")
-            if momentum is not None:
-                found[name + _MOMENTUM] = self._share * momentum
-        for name, buffer in _buffers(self._part).items():
-            before = self._before.get(name)
-            if before is None or before.shape != buffer.shape:
-                continue  # the pass has made it
-            moved = torch.where(buffer == before, 0.0, buffer - before)  # also of infinite ones
-            found[name + _BUFFER] = self._share * moved
-        return found
-
-    @torch.no_grad()
-    def take(self, agreed: Tensors) -> None:
-        """Weights, and sums of `rest`."""
-        for name, parameter in self._trained.items():
-            if name in agreed:
-                parameter.copy_(agreed[name])
-            if name + _MOMENTUM in agreed:
-                self._state[parameter]["momentum_buffer"] = agreed[name + _MOMENTUM].clone()
-        for name, buffer in _buffers(self._part).items():
-            if name + _BUFFER in agreed:
-                buffer.copy_(self._before[name] + agreed[name + _BUFFER])
-                self._before[name] = buffer.clone()
-
-
-def _buffers(part: nn.Module) -> dict[str, Tensor]:
-    return {name: b for name, b in part.named_buffers() if b.is_floating_point()}
 
 
 @dataclass(frozen=True, slots=True)
