@@ -1,10 +1,9 @@
 """What outlives a call: nodes, their trainers, the channels to them. Others use `Runtime`.
 
-- `runtime` joins the rest. `agents` and `nodes`: who joins, is silent, leaves. `trainers`: the
-  life of the processes on devices. `faults`: who is left out.
-- `inbox`: where the caller waits for all that happens, messages, departures and times. `listener`
-  lets in who knocks; `connections`: who is at their other ends.
-- `transfer_server`: checkpoints and data sets.
-- `rendezvous`: where ranks find each other. `sharing`: which nodes exchange what is preprocessed.
-- `capacity`: what preprocessors give.
+- `runtime` joins the rest; what happens comes by its inbox, in which `connections` puts what agents
+  and trainers say.
+- `agents` and `nodes`: who joins, is silent, leaves. `trainers`: the life of the processes on
+  devices. `faults`: who is left out.
+- `rendezvous`: where ranks find each other. `pipelines`: what the nodes' pipelines have done, and
+  who shares chunks.
 """
