@@ -13,7 +13,7 @@ from optuna_fleet import __version__
 from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.checkpoints.store import holder_of
 from optuna_fleet.exceptions import FleetError
-from optuna_fleet.executor.cluster.agent.join_command import add_agent
+from optuna_fleet.executor.cluster.agent.entry import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.replay.commands import add_replay, add_simulate, add_trace

@@ -200,6 +200,7 @@ def test_strangers_change_nothing(
     assert not list(tmp_path.iterdir())
     assert len(said) == 1
     assert "A stranger was refused" in said[0]
+    assert connections.invitation.token not in said[0]
     assert threading.active_count() <= threads
     # It hears of the last ones' end.
     until(lambda: results(fleet, lambda trial: None) and open_files(fleet) <= files)

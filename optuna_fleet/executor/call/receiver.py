@@ -28,8 +28,8 @@ from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
 from optuna_fleet.executor.call.watchdog import Broken, Hung
-from optuna_fleet.executor.fleet.capacity import Capacity
 from optuna_fleet.executor.fleet.faults import NodeFaults
+from optuna_fleet.executor.fleet.pipelines import Capacity
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
 from optuna_fleet.wire.messages import (

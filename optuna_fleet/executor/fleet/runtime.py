@@ -23,8 +23,8 @@ from optuna_fleet.executor.fleet.agents import Agents, NodeGone, NoticeDue
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
 from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
+from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
