@@ -257,45 +257,33 @@ def test_a_record_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
 # -- the forecast ---------------------------------------------------------------------------------
 
 
-def forecast(*under_way: UnderWay, ended: list[float], **more: Any) -> float | None:
+YOUNG, OLD, OLDER = (UnderWay(spent_s=s, num_devices=1) for s in (5, 20, 50))
+HALF = UnderWay(spent_s=10, num_devices=1, left_s=10)
+WIDE = UnderWay(spent_s=0, num_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("under_way", "ended", "more", "end"),
+    [
+        ([], [10, 30], {"num_to_come": 4}, 100 + 4 * 20 / 2),  # like those that have ended
+        ([YOUNG], [10, 30], {"num_devices": 1}, 100 + 15),  # like those that took longer
+        ([OLD], [10, 30], {"num_devices": 1}, 100 + 10),
+        ([OLDER], [10, 30], {}, 100),
+        ([HALF], [], {}, 110),  # nobody takes longer than its epochs
+        ([HALF], [1000], {}, 110),
+        ([HALF], [], {"num_to_come": 2}, 100 + (10 + 2 * 20) / 2),
+        ([YOUNG], [55], {"num_devices": 10}, 150),  # no sooner than the longest
+        ([WIDE], [10], {"num_to_come": None}, None),
+        ([WIDE], [10], {"num_to_come": None, "deadline": 130}, 135),
+        ([WIDE], [10], {"num_to_come": 1, "deadline": 900}, 110),
+        ([WIDE], [10], {"num_to_come": None, "deadline": 50}, 105),
+        ([YOUNG], [], {"num_to_come": 3}, None),
+        ([], [1], {"num_devices": 0}, None),
+    ],
+)
+def test_when_a_sweep_will_end(under_way: Any, ended: Any, more: Any, end: float | None) -> None:
     given = {"num_to_come": 0, "num_devices": 2, **more}
-    return expected_end(100.0, ended=ended, under_way=under_way, **given)
-
-
-def test_trials_to_come_take_as_long_as_those_that_have_ended() -> None:
-    assert forecast(ended=[10, 30], num_to_come=4) == 100 + 4 * 20 / 2
-
-
-def test_who_is_under_way_takes_as_long_as_those_that_took_longer() -> None:
-    young = UnderWay(spent_s=5, num_devices=1)
-    old = UnderWay(spent_s=20, num_devices=1)
-    assert forecast(young, ended=[10, 30], num_devices=1) == 100 + 15
-    assert forecast(old, ended=[10, 30], num_devices=1) == 100 + 10
-    assert forecast(UnderWay(spent_s=50, num_devices=1), ended=[10, 30]) == 100
-
-
-def test_nobody_takes_longer_than_its_epochs() -> None:
-    half = UnderWay(spent_s=10, num_devices=1, left_s=10)
-    assert forecast(half, ended=[]) == 110
-    assert forecast(half, ended=[1000]) == 110
-    assert forecast(half, ended=[], num_to_come=2) == 100 + (10 + 2 * 20) / 2
-
-
-def test_the_end_is_no_sooner_than_that_of_the_longest() -> None:
-    assert forecast(UnderWay(spent_s=0, num_devices=1), ended=[50], num_devices=10) == 150
-
-
-def test_a_deadline_ends_what_has_no_number() -> None:
-    under_way = UnderWay(spent_s=0, num_devices=2)
-    assert forecast(under_way, ended=[10], num_to_come=None) is None
-    assert forecast(under_way, ended=[10], num_to_come=None, deadline=130) == 135
-    assert forecast(under_way, ended=[10], num_to_come=1, deadline=900) == 110
-    assert forecast(under_way, ended=[10], num_to_come=None, deadline=50) == 105
-
-
-def test_nothing_is_foretold_from_nothing() -> None:
-    assert forecast(UnderWay(spent_s=5, num_devices=1), ended=[], num_to_come=3) is None
-    assert forecast(ended=[1], num_devices=0) is None
+    assert expected_end(100.0, ended=ended, under_way=under_way, **given) == end
 
 
 # -- in words -------------------------------------------------------------------------------------
@@ -345,19 +333,19 @@ def test_the_widths_of_a_trial_that_moved_are_named_in_order(study: optuna.Study
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (1e6, "11 d 13 h")],
+    ("text", "expected"),
+    [
+        (duration(0), "0.0 s"),
+        (duration(59), "59 s"),
+        (duration(61), "1 min 1 s"),
+        (duration(7260), "2 h 1 min"),
+        (duration(1e6), "11 d 13 h"),
+        (ranges([5, 1, 2, 3, 7, 8]), "1-3, 5, 7-8"),
+        (printable("a\x1b[31m\nb"), "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b"),
+    ],
 )
-def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_numbers_that_follow_each_other_are_one() -> None:
-    assert ranges([5, 1, 2, 3, 7, 8]) == "1-3, 5, 7-8"
-
-
-def test_names_control_no_terminal() -> None:
-    assert printable("a\x1b[31m\nb") == "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b"
+def test_texts_are_short_and_control_no_terminal(text: str, expected: str) -> None:
+    assert text == expected
 
 
 def test_names_are_no_markup() -> None:

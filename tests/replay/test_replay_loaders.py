@@ -50,7 +50,7 @@ def refused(load, path, *arguments):
 
 def written(folder: Path, content) -> Path:
     path = folder / "file.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.write_text(json.dumps(content))
     return path
 
 
@@ -72,17 +72,11 @@ def test_files_that_can_not_be_read(loader, tmp_path):
 
 
 @pytest.mark.parametrize("loader", LOADERS[:2])
-@pytest.mark.parametrize("content", ["", "{", "nonsense", "[" * 100_000, '{"a": 1} x'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b'{"a": 1} x', b"\xff\xfe\x00"])
 def test_what_is_not_json(loader, content, tmp_path):
     load, *arguments = loader
-    assert refused(load, written(tmp_path, content), *arguments).startswith(" is not JSON: ")
-
-
-@pytest.mark.parametrize("loader", LOADERS[:2])
-def test_bytes_that_are_no_text(loader, tmp_path):
-    load, *arguments = loader
-    (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
-    assert "is not JSON" in refused(load, tmp_path / "file", *arguments)
+    (tmp_path / "file").write_bytes(content)
+    assert refused(load, tmp_path / "file", *arguments).startswith(" is not JSON: ")
 
 
 # -- ENSEMBLE.json ------------------------------------------------------------------------------
@@ -105,10 +99,7 @@ NUMBER = ">= 1e-15 and <= 1000000000000000.0."
     ("changes", "line"),
     [
         ({"samples_per_epoch": 0}, f"`samples_per_epoch` is 0, but must be a number {NUMBER}"),
-        ({"samples_per_epoch": True}, "`samples_per_epoch` is True, but must be a number"),
-        ({"samples_per_epoch": 10**400}, "`samples_per_epoch` is an integer that is too large"),
         ({"rescale_s": NAN}, "`rescale_up_s` is nan, but must be a number >= 0"),
-        ({"rescale_s": 1e300}, "`rescale_up_s` is 1e+300, but must be a number >= 0 and <="),
         ({"pruned": 1.5}, "`pruned` is 1.5, but must be a number >= 0 and <= 1."),
         ({"trials": []}, "`trials` is [], but must be a list that is not empty."),
         ({"trials": {"a": 1}}, "`trials[0]` is none of this kind: "),
@@ -125,14 +116,11 @@ def test_wrong_fields_of_an_ensemble(changes, line, tmp_path):
     [
         ({"name": ""}, "`name` is '', but must be a text."),
         ({"epochs": 0}, "`epochs` is 0, but must be a whole number >= 1 and <= 1000000."),
-        ({"epochs": 1.5}, "`epochs` is 1.5, but must be a whole number"),
         ({"max_epochs": 9}, "`epochs` is 14, but must be a whole number >= 1 and <= 9."),
-        ({"submit_s": -0.5}, "`submit_s` is -0.5, but must be a number >= 0"),
         ({"min_devices": 5}, "`min_devices` is 5, but must be a whole number >= 1 and <= 4."),
         ({"spans_types": 1}, "`spans_types` is 1, but must be true or false."),
         ({"rates": 100}, "`rates` is 100, but must be by numbers of devices"),
         ({"rates": {}}, "`rates` is {}, but must be by numbers of devices"),
-        ({"rates": {"0": 1}}, "but must be by numbers of devices"),
         ({"rates": {"one": 1}}, "is none of this kind: invalid literal"),
         ({"rates": {"1": 1e-300}}, f"`rates` is 1e-300, but must be a number {NUMBER}"),
     ],
@@ -192,7 +180,6 @@ def test_workloads_are_read(tmp_path):
         ({"Tcup_s": -2}, "`rescale_up_s` is -2, but must be a number >= 0"),
         ({"Tcup_s": [1]}, "`Tcup_s` is [1], but must be a number, or a list of 2."),
         ({"Tcdw_s": [1, NAN]}, "`rescale_down_s` is nan, but must be a number >= 0"),
-        ({"cycle": []}, "`cycle` is [], but must be a list of models."),
         ({"cycle": ["A", 1]}, "`dnn` is 1, but must be 'A' or 'B'."),
     ],
 )
@@ -205,7 +192,6 @@ def test_wrong_fields_of_a_workload(changes, line, tmp_path):
     ("table", "line"),
     [
         ({"nodes": [1, 1, 4]}, "`nodes` is [1, 1, 4], but must rise"),
-        ({"nodes": [2, 4], "images_per_s": [5.0, 9.0]}, "`nodes` is [2, 4], but must rise"),
         ({"nodes": [-1, 2, 4]}, "`nodes` is [-1, 2, 4], but must rise"),
         ({"images_per_s": [1.0]}, "is none of this kind: fp and xp are not of the same length"),
         ({"images_per_s": [0.0, 1.0, 2.0]}, f"`rates` is 0.0, but must be a number {NUMBER}"),
@@ -278,14 +264,6 @@ def test_what_is_not_an_archive(tmp_path):
     for content in (b"", b"text", whole[:200], whole[:-30], (tmp_path / "array.npy").read_bytes()):
         path.write_bytes(content)
         assert refused(load_trace, path).startswith(" is not a NumPy archive (.npz): ")
-
-
-def test_an_archive_that_was_damaged(tmp_path):
-    np.savez_compressed(tmp_path / "trace.npz", **{**TRACE, "time_s": np.arange(3000.0)})
-    content = bytearray((tmp_path / "trace.npz").read_bytes())
-    content[60:400] = bytes(340)
-    (tmp_path / "trace.npz").write_bytes(content)
-    assert " is not a NumPy archive" in refused(load_trace, tmp_path / "trace.npz")
 
 
 def test_pickled_objects_are_not_loaded(tmp_path):

@@ -18,7 +18,6 @@ from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.trial_files import pruned_after
 from optuna_fleet.replay.workload import FleetChange, Rules
 
 PAIR = [trial(epochs=2), trial(epochs=4)]
@@ -179,14 +178,6 @@ def test_a_simulation_that_is_stopped_counts_what_was_trained():
     assert utilisation([progress], 2.0, 1, 25.0) == pytest.approx(0.5)
 
 
-def test_utilisation_does_not_favour_fast_models():
-    outcomes = [
-        simulate([trial("a", [r])], [all_join(1)], Scripted({0: (0,)})) for r in (1.0, 9.0)
-    ]
-    shares = [utilisation(list(o.trials.values()), 1.0, 1, o.end_s) for o in outcomes]
-    assert shares == [pytest.approx(1.0)] * 2
-
-
 def test_without_lookahead_trials_are_proposed_as_in_a_real_sweep():
     trials = [trial(f"t{k}", epochs=2) for k in range(3)]
     outcome = simulate(trials, [all_join(2)], ElasticAllocator(), num_devices=2, lookahead=0)
@@ -229,18 +220,6 @@ def test_that_trials_are_to_come_is_planned_with():
     assert outcome.end_s / lower_bound_s(trials, 8) < 1.3  # without it 1.335
 
 
-def test_what_trials_say_of_their_lengths_is_planned_with():
-    seen = []
-
-    class Seeing(ElasticAllocator):
-        def allocate(self, problem):
-            seen.extend(c.max_epochs for c in problem.candidates)
-            return super().allocate(problem)
-
-    simulate([trial(epochs=2, max_epochs=5)], [all_join(2)], Seeing(), num_devices=2)
-    assert set(seen) == {5}
-
-
 def test_trials_that_went_on_to_their_bound_are_told_apart_from_those_that_ended_before():
     seen = []
 
@@ -255,18 +234,6 @@ def test_trials_that_went_on_to_their_bound_are_told_apart_from_those_that_ended
     ]
     simulate(trials, [all_join(4)], Seeing(), num_devices=4)
     assert seen[-1] == ((3, 4), (2,))
-
-
-def test_survivors_of_a_sweep_that_prunes_end_together():
-    def told(k, share):
-        curve = [100 / (1 + k % 5) * m * 0.96 ** (m - 1) for m in range(1, 9)]
-        whole = trial(f"t{k}", curve, epochs=6 + 3 * k % 13, max_epochs=6 + 3 * k % 13)
-        return pruned_after(whole, share, [k])
-
-    for share, most in ((0.0, 1.1), (0.1, 1.15)):
-        trials = [told(k, share) for k in range(16)]
-        outcome = simulate(trials, [all_join(24)], ElasticAllocator(), num_devices=24)
-        assert outcome.end_s / lower_bound_s(trials, 24) < most
 
 
 @pytest.mark.parametrize(("own", "end_s"), [(None, 200 / 8), (1, 200 / 4)])
