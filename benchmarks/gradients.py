@@ -55,7 +55,7 @@ class Trained:
         if self.reducer is None:
             yield
             return
-        steps = Steps([self.model, self.optimizer], print, self.reducer)
+        steps = Steps([self.model, self.optimizer], self.reducer)
         yield
         steps.close()
 

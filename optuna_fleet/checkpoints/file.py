@@ -42,27 +42,16 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What is known of a checkpoint without reading its payload.
+    """What is known of a checkpoint without reading its payload."""
 
-    Attributes:
-        epoch: The epoch to go on with, counted from 0.
-        trial: Number of its trial.
-        study_digest: SHA-256 of the name of its study.
-        digest: SHA-256 of the payload and of the above.
-    """
-
-    epoch: int
+    epoch: int  # to go on with, counted from 0
     trial: int
-    study_digest: bytes
-    digest: bytes
+    study_digest: bytes  # SHA-256 of the study's name
+    digest: bytes  # SHA-256 of the payload and of the above
 
 
 def write(file: IO[bytes], payload: memoryview, *, owner: Owner, epoch: int) -> None:
-    """Write a checkpoint into an empty file.
-
-    Raises:
-        OSError: It can't be written.
-    """
+    """Write a checkpoint into an empty file."""
     digest = hashlib.sha256(payload)
     digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
     about = FORMAT_VERSION, epoch, payload.nbytes, owner.trial, owner.study_digest

@@ -33,27 +33,16 @@ def study_of(folder: Store) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
-    """One `optimize` call, as its folder knows it.
-
-    Attributes:
-        study: The study's name.
-        id: Marks the trials that belong to the call.
-        n_trials: As given.
-        timeout: As given.
-        has_ended: Whether the call came to its end, well or not; false where its driver died.
-        was_interrupted: Whether a Ctrl-C, or the script's own end, cut it short.
-        code: Digest of the objective's code; "" if that is not known.
-        whole: Likewise, of the values that it uses too.
-    """
+    """One `optimize` call, as its folder knows it."""
 
     study: str
-    id: str
-    n_trials: int | None
+    id: str  # marks the trials that belong to it
+    n_trials: int | None  # as given
     timeout: float | None
-    has_ended: bool = False
-    was_interrupted: bool = False
-    code: str = ""
-    whole: str = ""
+    has_ended: bool = False  # well or not; it has not where its driver died
+    was_interrupted: bool = False  # by a Ctrl-C, or the script's own end
+    code: str = ""  # digest of the objective's code, if that is known
+    whole: str = ""  # likewise, of the values that it uses too
 
 
 def _read_call(folder: Store) -> CallRecord | None:

@@ -20,7 +20,6 @@ class FileName:
     """As ``trial-7.1-5.3f9a1c02-12.pt``; what a trial leaves in the end is ``trial-7.final.pt``.
 
     Attributes:
-        trial: Number of the trial.
         position: Loop, epoch and perhaps step to go on with; empty for a final one. Of a best one,
             that of the first checkpoint that tells of it.
         run: Which run wrote it: no other run of any driver has this name. Empty for a final one

@@ -58,37 +58,21 @@ class MemoryFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """All that a trial needs to go on elsewhere.
+    """All that a trial needs to go on elsewhere."""
 
-    Attributes:
-        loop: Which of the objective's ``trial.epochs`` loops it was made in, from 1.
-        epoch: The epoch of that loop to go on with.
-        objects: ``state_dict`` of each prepared object, in the order of ``trial.prepare``.
-        state: ``trial.state``, the objective's own variables.
-        rng: ``rng_state`` of each rank.
-        history: Values reported so far, by step.
-        modules: Which of the objects are modules, by position.
-        names: What each of the objects is called: by the user, or its type's name.
-        remainder: What the ``state_dict`` of each object leaves out (`states`).
-        parameters: What was suggested to the trial, but for choices that are objects.
-        step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
-        totals: What each rank has added to ``trial.totals`` before that step.
-        on_device: Which leaves of `state` are tensors that were on the trial's GPU.
-    """
-
-    loop: int
-    epoch: int
-    objects: list[dict[str, Any]]
-    state: dict[str, Any]
-    rng: list[dict[str, Any]]
-    history: dict[int, float]
-    modules: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    remainder: list[dict[str, Any]] = field(default_factory=list)
-    parameters: dict[str, Any] = field(default_factory=dict)
-    step: int | None = None
-    totals: list[dict[str, Any]] = field(default_factory=list)
-    on_device: list[int] = field(default_factory=list)
+    loop: int  # of the objective's over `trial.epochs`, from 1
+    epoch: int  # of that loop, to go on with
+    objects: list[dict[str, Any]]  # `state_dict` of each prepared one, in their order
+    state: dict[str, Any]  # `trial.state`
+    rng: list[dict[str, Any]]  # `rng_state` of each rank
+    history: dict[int, float]  # values reported so far, by step
+    modules: list[int] = field(default_factory=list)  # which of the objects are these
+    names: list[str] = field(default_factory=list)  # of the objects: the user's, or their types'
+    remainder: list[dict[str, Any]] = field(default_factory=list)  # of each object, see `states`
+    parameters: dict[str, Any] = field(default_factory=dict)  # suggested, but for objects
+    step: int | None = None  # of the epoch's first pass, to go on with; None for its beginning
+    totals: list[dict[str, Any]] = field(default_factory=list)  # of each rank, before that step
+    on_device: list[int] = field(default_factory=list)  # leaves of `state` that were on a GPU
 
     @property
     def position(self) -> tuple[int, ...]:

@@ -21,15 +21,10 @@ from optuna_fleet.wire.packing import pack, plain
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a run leaves in its process' memory.
-
-    Attributes:
-        content: What the trial goes on with.
-        saver: Which writes it, and has what led to the best report.
-    """
+    """What a run leaves in its process' memory: what the trial goes on with."""
 
     content: Captured
-    saver: Saver
+    saver: Saver  # which writes it, and has what led to the best report
 
 
 class Leaving:

@@ -1,4 +1,4 @@
-"""What all that reads, trains or watches has in common in one run."""
+"""What all that reads, trains or watches has in common in a run, and on how many devices it is."""
 
 from __future__ import annotations
 
@@ -7,14 +7,93 @@ from typing import Any
 
 import torch
 
+from optuna_fleet.alloc.problem import Facts
+from optuna_fleet.arguments import check_number
+from optuna_fleet.events import WidthLimited
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.totals import Totals
-from optuna_fleet.trainer.widths import Widths
-from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.messages import Remark, RunTrial
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds(Facts):
+    """Fewest and most devices that the objective wants; None for as many as it can use.
+
+    They are of one type, unless it `spans_types`. And what else it says of itself.
+    """
+
+    min_devices: int = 1
+    max_devices: int | None = None
+    spans_types: bool = False
+
+    def most_for(self, num_samples: int) -> int:
+        """Most devices that a batch of so many can use, or as few as are asked for.
+
+        A rank without a sample computes a stand-in.
+        """
+        most = max(num_samples, self.min_devices)
+        return min(most, self.max_devices or most)
+
+    @classmethod
+    def checked(
+        cls,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+        *,
+        run: RunTrial,
+        spans_types: bool = False,
+        **facts: Any,
+    ) -> Bounds:
+        """What was given to `FleetTrial.prepare` or `FleetTrial.pipeline`; None for no bound.
+
+        Raises:
+            FleetConfigError: They contradict each other, or the fleet, of which `run` tells.
+        """
+        check_number("min_devices", min_devices, least=1, whole=True, optional=True)
+        check_number("max_devices", max_devices, least=1, whole=True, optional=True)
+        least = min_devices or 1
+        fleet = ("the fleet has", run.num_of_all_types)
+        if not spans_types:
+            fleet = (f"{'' if run.are_alike else 'of one type '}the fleet has", run.num_devices)
+        for what, most in (("`max_devices` is", max_devices), fleet):
+            if most is not None and least > most:
+                raise FleetConfigError(
+                    f"`min_devices` is {least}, but {what} {most}: it must not be more."
+                )
+        return cls(least, max_devices, spans_types, **facts)
+
+
+class Widths:
+    """On how many devices the trial of a session trains, and why on no more."""
+
+    def __init__(self, session: Session) -> None:
+        self.bounds = Bounds()  # what the objective has asked for
+        self._session = session
+
+    def too_wide(self, why: str, max_devices: int = 1) -> TrialError:
+        """A step can't be done on more devices than that: tell so; return what is to be raised.
+
+        The run ends, and the trial goes on, unless it must not have so few.
+        """
+        devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
+        if max_devices < (least := self.bounds.min_devices):
+            return TrialError(
+                f"{why} It could go on on {devices}, but its `min_devices` is {least}."
+            )
+        run = self._session.run
+        self._session.send(WidthLimited(run_id=run.run_id, max_devices=max_devices))
+        remark = Remark(
+            run_id=run.run_id,
+            keys=(f"trial {run.number} is too wide",),  # once, wherever it is found again
+            text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
+        )
+        self._session.send(remark)  # whichever rank finds it
+        return TrialError(why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,27 +74,6 @@ class Reports:
             self.add(value, step)
 
 
-class Collectives:
-    """The collectives that a rank has begun, so that others can tell how far it is.
-
-    Attributes:
-        latest: Number, from 1, purpose and step of each of the last.
-    """
-
-    def __init__(self) -> None:
-        self.latest: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
-
-    @property
-    def number(self) -> int:
-        """How many there were."""
-        return self.latest[-1][0]
-
-    def begin(self, purpose: str, step: int) -> None:
-        """One begins, at the step of that number, or 0."""
-        # At once: another thread reads it.
-        self.latest = (*self.latest[-7:], (self.number + 1, purpose, step))
-
-
 class Session:
     """Carries the calls of one rank to the driver.
 
@@ -126,9 +105,9 @@ class Session:
         self.reports = Reports(run.maximize)
         self.parameters: dict[str, Any] = {}
         self.choices: dict[str, str] = {}
-        self.collectives = Collectives()
         self.is_waiting = False
         self._num_batches = 0
+        self._collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)  # the last begun
         self._epoch = 0
         self._thread = threading.get_ident()
         self._is_ordered = True
@@ -149,7 +128,7 @@ class Session:
         if self._left_at is not None:
             return self._left_at
         while True:  # the objective goes on while another thread reads this
-            num_calls, collectives = self._index, self.collectives.latest
+            num_calls, collectives = self._index, self._collectives
             if num_calls == self._index:
                 break
         return Progress(
@@ -171,6 +150,12 @@ class Session:
     def begin_batch(self) -> None:
         """The objective gets another one."""
         self._num_batches += 1
+
+    def begin_collective(self, purpose: str, step: int) -> None:
+        """One begins, at the step of that number, or 0: others can tell how far this rank is."""
+        number, *_ = self._collectives[-1]
+        # At once: another thread reads it.
+        self._collectives = (*self._collectives[-7:], (number + 1, purpose, step))
 
     def leave(self, way_out: str = "") -> None:
         """The objective has ended by that `Progress.way_out`; what it still calls is none."""
@@ -229,7 +214,7 @@ class Session:
         """A call that nobody has to carry out: all ranks come by here, none without the others."""
         with self._lock:
             self._index += 1
-            self._passed = self._index, self.collectives.number  # at once, as progress is read
+            self._passed = self._index, self._collectives[-1][0]  # at once, as progress is read
 
     def report(self, value: float, step: int) -> bool:
         """Report a value, and wait for the answer now and then only; whether it is the best."""

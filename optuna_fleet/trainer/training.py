@@ -26,12 +26,11 @@ from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
 from optuna_fleet.trainer.leaving import Held, Leaving
 from optuna_fleet.trainer.prepared import Prepared
-from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.run_parts import Bounds, Parts, Widths
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.totals import Totals
 from optuna_fleet.trainer.training_state import TrainingState
-from optuna_fleet.trainer.widths import Bounds, Widths
 from optuna_fleet.virtual_workers import Pipeline
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch
 from optuna_fleet.wire.messages import Usage
@@ -74,20 +73,17 @@ class Training:
         self.in_stages: Pipeline | None = None
         self.objects: list[Any] = []
         self.state: dict[str, Any] = {}
-        self._position = EpochPosition()
-        self._widths = Widths(session)
-        self.weights = Weights(self._widths.too_wide, session.collectives)
+        widths = Widths(session)
+        self.weights = Weights(widths.too_wide, session.begin_collective)
         self.totals = Totals(self.weights, self.device, self._gather)
-        self._net = Net(self.objects, self.state, self.weights)
-        self._reducer = Reducer(self.weights, session.remark)
         self._parts = parts = Parts(
             session=session,
             device=self.device,
-            position=self._position,
-            widths=self._widths,
+            position=EpochPosition(),
+            widths=widths,
             weights=self.weights,
-            reducer=self._reducer,
-            net=self._net,
+            reducer=Reducer(self.weights, session.remark),
+            net=Net(self.objects, self.state, self.weights),
             totals=self.totals,
             objects=self.objects,
             user=self.state,
@@ -145,7 +141,7 @@ class Training:
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
         self.kept.steps.close()
-        self._reducer.close()
+        self._parts.reducer.close()
         batchnorm.end()
 
     # -- prepare ----------------------------------------------------------------------------------
@@ -162,10 +158,10 @@ class Training:
         if self.in_stages is not None:
             self.in_stages.check_beside(everything)
         said = {name: value for name, value in said.items() if value is not None}
-        if self._position.reads_unprepared:
+        if self._parts.position.reads_unprepared:
             said["max_devices"] = 1
         if said:
-            self._widths.bounds = Bounds.checked(run=self._run, **said)
+            self._parts.widths.bounds = Bounds.checked(run=self._run, **said)
         self._prepared.add(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything
 
@@ -200,7 +196,7 @@ class Training:
         return self._epochs(len(periods), periods)
 
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
-        position = self._position
+        position = self._parts.position
         position.loop = loop = position.loop + 1
         first = self.kept.begin_loop()
         if first is None:
@@ -210,7 +206,7 @@ class Training:
                 position.epoch = epoch
                 self._session.begin_epoch(epoch)
                 self.leaving.begin_epoch()
-                self._reducer.begin_epoch()
+                self._parts.reducer.begin_epoch()
                 yield epoch
                 if position.loop != loop:
                     raise FleetConfigError(_NESTED)
@@ -225,7 +221,7 @@ class Training:
         # First what needs no other rank: one that left this epoch early is told of at once.
         last_step = self._session.reports.last_step
         after: AfterEpoch = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
-        self._net.check()
+        self._parts.net.check()
         if after.decision is EpochDecision.YIELD:
             self.leaving.leave(stays=after.stays)
         elif after.decision is EpochDecision.CHECKPOINT:
@@ -235,7 +231,7 @@ class Training:
     def check_ranks(self) -> None:
         """See `Net.check`; a pass under way is checked when it is over."""
         if not self.weights.is_reading:
-            self._net.check()
+            self._parts.net.check()
 
     # -- losses -----------------------------------------------------------------------------------
 

@@ -168,7 +168,8 @@ class FleetTrial(RemoteTrial):
         if self._session.run.world_size > 1:
             self._training.check_ranks()
         num_objectives = 2 if self._session.run.maximize is None else 1
-        value, step = compat.checked_report(plain(value), step, num_objectives=num_objectives)
+        value = value if type(value) is float else plain(value)
+        value, step = compat.checked_report(value, step, num_objectives=num_objectives)
         if self._session.report(value, step) and self.opened is not None:
             self.opened.leaving.keep_best()
 

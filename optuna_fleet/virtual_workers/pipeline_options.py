@@ -11,8 +11,7 @@ from torch import nn
 
 from optuna_fleet.arguments import check_choice, check_number
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.run_parts import Parts
-from optuna_fleet.trainer.widths import Bounds
+from optuna_fleet.trainer.run_parts import Bounds, Parts
 from optuna_fleet.virtual_workers.layouts import LAYOUTS
 from optuna_fleet.virtual_workers.measuring import blocks_of
 from optuna_fleet.virtual_workers.whole import check_owned

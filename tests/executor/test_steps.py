@@ -8,7 +8,6 @@ from typing import Any
 import optuna
 import pytest
 import torch
-import torch.nn.functional as F
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import DataRequested
@@ -16,7 +15,7 @@ from optuna_fleet.trainer.data.reading import Periods
 from tests.fleets import Leg, Noise, fleet_of, run, small_model
 
 SIZE, BATCH = 41, 8  # 6 steps an epoch
-STEPS, EVERY = 20, 4  # periods over an epoch's end, and up to one
+EVERY = 4
 
 
 def pipeline(**options: Any) -> SharedPipeline:
@@ -27,17 +26,6 @@ def pipeline(**options: Any) -> SharedPipeline:
 def fleet() -> Iterator[Any]:
     with fleet_of(devices=2, pipeline=pipeline()) as executor:
         yield executor
-
-
-def trains(trial: Any) -> float:
-    model = small_model()
-    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    for _ in trial.steps(STEPS, every=EVERY):
-        for images, labels in trial.batches("train", BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-    return 0.0
 
 
 def counts(trial: Any) -> float:
@@ -93,9 +81,3 @@ def test_plans_know_how_long_each_loop_is(fleet: Any) -> None:
     models = [event.model for event in fleet.events if isinstance(event, DataRequested)]
     told = [(model.samples_per_epoch, model.max_epochs) for model in models]
     assert told == [(20, None), (SIZE, None), (SIZE, 2), (EVERY * BATCH, 2)]
-
-
-def test_plans_know_how_long_it_is(fleet: Any) -> None:
-    run(fleet, trains, Leg((0,)))
-    (model,) = {event.model for event in fleet.events if isinstance(event, DataRequested)}
-    assert (model.samples_per_epoch, model.max_epochs) == (EVERY * BATCH, STEPS // EVERY)

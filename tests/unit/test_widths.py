@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optuna_fleet.trainer.widths import Bounds
+from optuna_fleet.trainer.run_parts import Bounds
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ Finish = Callable[[Any], Any]
 """The elementwise end of the preprocessing (types, normalisation), left to whoever trains."""
 
 
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
 def feed(
     batches: Iterable[Batch], device: torch.device, finish: Finish | None
 ) -> Generator[tuple[Batch, Any], None, None]:
@@ -25,6 +29,7 @@ def feed(
 
     Close it before the batches: the next one may be on its way.
     """
+    finish = finish or _as_it_is
     if device.type != "cpu":
         copies, thread = Copies(device), _thread(device)
         try:
@@ -33,11 +38,11 @@ def feed(
             wait([thread.submit(copies.forget)])
         return
     for batch in batches:
-        yield batch, _finished(batch, batch.data, finish)
+        yield batch, finish(batch.data)
 
 
 def ahead(
-    batches: Iterable[Batch], copies: Copies, thread: Executor, finish: Finish | None = None
+    batches: Iterable[Batch], copies: Copies, thread: Executor, finish: Finish = _as_it_is
 ) -> Generator[tuple[Batch, Any], None, None]:
     """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
 
@@ -45,32 +50,26 @@ def ahead(
     is its own until the next is asked for; the thread starts the copies, so that they don't keep
     up whoever trains.
     """
+
+    def arrived(batch: Batch, sent: Future[Any]) -> tuple[Batch, Any]:
+        return batch, finish(copies.take(*sent.result()))
+
     on_the_way: tuple[Batch, Future[Any]] | None = None
     for batch in batches:
         pinned = thread.submit(copies.pin, batch.data)
         sent = thread.submit(_send, copies, pinned)
         try:
             if on_the_way is not None:
-                yield _arrived(copies, *on_the_way, finish)
+                yield arrived(*on_the_way)
         finally:
             wait([pinned])  # its memory may be used for others now
         on_the_way = batch, sent
     if on_the_way is not None:
-        yield _arrived(copies, *on_the_way, finish)
+        yield arrived(*on_the_way)
 
 
 def _send(copies: Copies, pinned: Future[Any]) -> Any:
     return copies.send(pinned.result())
-
-
-def _arrived(
-    copies: Copies, batch: Batch, sent: Future[Any], finish: Finish | None
-) -> tuple[Batch, Any]:
-    return batch, _finished(batch, copies.take(*sent.result()), finish)
-
-
-def _finished(batch: Batch, data: Any, finish: Finish | None) -> Any:
-    return data if finish is None else finish(data)
 
 
 class Copies:

@@ -79,19 +79,15 @@ class EpochPosition:
 
     Attributes:
         loop: How many loops over `FleetTrial.epochs` there were, with that under way.
-        epoch: The one under way, from 0.
-        num_epochs: How many there will be.
-        periods: What these are, where they are no epochs of the data.
-        is_inside: Whether it is in a loop over `FleetTrial.epochs`.
-        reads_unprepared: Whether it has read batches before it had prepared a model.
+        periods: What its epochs are, where they are none of the data.
     """
 
     loop: int = 0
-    epoch: int = 0
+    epoch: int = 0  # the one under way
     num_epochs: int = 1
     periods: Periods | None = None
-    is_inside: bool = False
-    reads_unprepared: bool = False
+    is_inside: bool = False  # of such a loop
+    reads_unprepared: bool = False  # it has read batches before it had prepared a model
 
     @contextmanager
     def counting(self, num_epochs: int, periods: Periods | None) -> Iterator[None]:

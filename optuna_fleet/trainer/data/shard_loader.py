@@ -24,8 +24,7 @@ from optuna_fleet.trainer.leaving import Leaving
 from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.randomness import seed_gpu
-from optuna_fleet.trainer.run_parts import Parts
-from optuna_fleet.trainer.widths import Bounds
+from optuna_fleet.trainer.run_parts import Bounds, Parts
 
 _UNPREPARED = (
     "without trial.prepare(model, optimizer) it stays on one device; it never moves nor resumes."

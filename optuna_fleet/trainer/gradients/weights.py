@@ -21,7 +21,6 @@ from torch import Tensor
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.gradients.collectives import share_of_sum
 from optuna_fleet.trainer.groups import group_size
-from optuna_fleet.trainer.session import Collectives
 
 _MOST_AHEAD = 64  # batches; of those that are read further ahead the last count
 
@@ -87,10 +86,10 @@ class Weights:
     def __init__(
         self,
         too_wide: Callable[..., TrialError] = TrialError,
-        collectives: Collectives | None = None,
+        begin_collective: Callable[[str, int], object] = lambda purpose, step: None,
     ) -> None:
         self.too_wide = too_wide
-        self._collectives = Collectives() if collectives is None else collectives
+        self._begin_collective = begin_collective
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.present = Share()
@@ -105,7 +104,7 @@ class Weights:
 
     def begin(self, purpose: str) -> None:
         """This rank begins a collective, of which others can tell how far it is."""
-        self._collectives.begin(purpose, self.step)
+        self._begin_collective(purpose, self.step)
 
     def check_step(self, purpose: str) -> None:
         """All ranks are about to call something.

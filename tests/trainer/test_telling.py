@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from optuna_fleet.alloc.rates import PROFILE_BATCHES
-from optuna_fleet.trainer.data import stopwatch
-from optuna_fleet.trainer.data.stopwatch import Stopwatch
+from optuna_fleet.trainer.data import telling
+from optuna_fleet.trainer.data.telling import Stopwatch
 
 
 class Clock:
@@ -60,7 +60,7 @@ def test_fast_models_take_48_batches_and_slow_ones_as_many_as_are_clear(
     monkeypatch: pytest.MonkeyPatch, batch_s: float, num_batches: int
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(stopwatch, "time", clock)
+    monkeypatch.setattr(telling, "time", clock)
     watch = Stopwatch(True, torch.device("cpu"))
     taken, rate = 0, None
     while rate is None:
