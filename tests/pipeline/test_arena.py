@@ -15,8 +15,7 @@ import torch
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline.chunks import arena as arenas
-from optuna_fleet.pipeline.chunks.arena import Arena, HugePages
-from optuna_fleet.pipeline.chunks.memory_files import HUGE_PAGE
+from optuna_fleet.pipeline.chunks.arena import HUGE_PAGE, Arena, HugePages
 from optuna_fleet.pipeline.reader import mapping as mappings
 from optuna_fleet.pipeline.reader.mapping import Mapping
 

@@ -15,8 +15,8 @@ from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.exchange.owners import Plan
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Answer, AskForChunk, Peers
+from optuna_fleet.pipeline.reader.batches import OpenedPass
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
 from optuna_fleet.wire.channel import Channel
 
