@@ -17,7 +17,7 @@ from pipeline_harness import Forked
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
-from optuna_fleet.pipeline.preprocessor.stages import same
+from optuna_fleet.pipeline.preprocessor.comparing import same
 
 
 def travelled(value):
