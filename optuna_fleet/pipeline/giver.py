@@ -14,8 +14,8 @@ from itertools import islice
 from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.exchange import PATIENCE_S, AskForChunk, Peers, Plan
+from optuna_fleet.pipeline.reader.batches import OpenedPass
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
 from optuna_fleet.wire.channel import Channel
 

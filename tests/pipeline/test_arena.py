@@ -15,8 +15,7 @@ import torch
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline.chunks import arena as arenas
-from optuna_fleet.pipeline.chunks.arena import Arena, HugePages
-from optuna_fleet.pipeline.chunks.memory_files import HUGE_PAGE
+from optuna_fleet.pipeline.chunks.arena import HUGE_PAGE, Arena
 from optuna_fleet.pipeline.reader import mapping as mappings
 from optuna_fleet.pipeline.reader.mapping import Mapping
 
@@ -186,17 +185,3 @@ def test_a_mapping_goes_with_its_last_view(arena) -> None:
     assert np.array_equal(piece, np.zeros(PAGE))
     del piece
     assert count() == before
-
-
-def test_huge_pages_that_are_slow_to_come_are_asked_for_less_and_less() -> None:
-    pages = HugePages()
-    tries = []
-    for number in range(100):
-        if pages.wanted():
-            tries.append(number)
-            pages.took(1.0)
-    assert tries == [0, 2, 5, 10, 19, 36, 69]
-    while not pages.wanted():
-        pass
-    pages.took(1e-6)
-    assert all(pages.wanted() for _ in range(10))

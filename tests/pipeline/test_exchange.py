@@ -17,8 +17,8 @@ from optuna_fleet.pipeline.exchange import AskForChunk
 from optuna_fleet.pipeline.giver import Giver
 from optuna_fleet.pipeline.pipeline_messages import ChunkError, ChunkFailed
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.reader.batches import OpenedPass
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.wire.channel import connect
 from optuna_fleet.wire.invitation import Invitation

@@ -14,7 +14,7 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ReleaseChunks,
 )
 from optuna_fleet.pipeline.server.epochs import HELD, IDLE, Order, Size
-from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
+from optuna_fleet.pipeline.server.scheduler import Scheduler
 from optuna_fleet.pipeline.server.space import PAGE, Space
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
@@ -75,25 +75,12 @@ def fill(scheduler, name, epoch, chunks) -> None:
     scheduler.close_pass(("filler", 0))
 
 
-def drops_for(scheduler, key) -> list[ChunkKey]:
-    """What goes to make room for one more chunk."""
-    scheduler.open_pass(("new", 0), EpochKey(key.name, key.epoch), key.chunk)
-    scheduler.request(("new", 0), key.chunk, urgent=True)
-    return gone(scheduler, scheduler.assign)
-
-
-def test_the_beginning_of_the_next_epoch_is_work_for_idle_preprocessors() -> None:
-    scheduler = make_scheduler(budget=100, window=3)
+@pytest.mark.parametrize(("budget", "begun"), [(100, [(1, 0)]), (2, [])])
+def test_the_next_epoch_is_begun_where_it_pushes_nothing_out(budget, begun) -> None:
+    scheduler = make_scheduler(budget=budget, window=3)
     scheduler.open_pass(("a", 0), EpochKey("train", 0), NUM_CHUNKS - 2, continues=True)
     made = [(key.epoch, key.chunk) for key in produce_all(scheduler)]
-    assert made == [(0, NUM_CHUNKS - 2), (0, NUM_CHUNKS - 1), (1, 0)]
-
-
-def test_the_next_epoch_pushes_nothing_out() -> None:
-    scheduler = make_scheduler(budget=2, window=3)
-    scheduler.open_pass(("a", 0), EpochKey("train", 0), NUM_CHUNKS - 2, continues=True)
-    assert len(produce_all(scheduler)) == 2
-    assert scheduler.assign() is None
+    assert made == [(0, NUM_CHUNKS - 2), (0, NUM_CHUNKS - 1), *begun]
 
 
 def test_request_is_produced_then_granted():
@@ -147,30 +134,29 @@ def test_what_a_whole_epoch_has_lost_is_made_again_before_it_is_asked_for():
     assert scheduler.assign() is None
 
 
+def drops_for_others(scheduler, epochs) -> list[ChunkKey]:
+    """What goes, in this order, for the first chunks of these epochs."""
+    order = []
+    for epoch in epochs:
+        scheduler.open_pass((epoch, 0), EpochKey("train", epoch), 0)
+        scheduler.request((epoch, 0), 0, urgent=True)
+        order += gone(scheduler, scheduler.assign)
+    return order
+
+
 def test_later_epochs_go_first_and_fixed_sets_last():
     scheduler = make_scheduler(budget=4)
     for name, epoch in (("val", 0), ("train", 1), ("train", 0), ("train", 2)):
         fill(scheduler, name, epoch, [0])
-    assert drops_for(scheduler, ChunkKey("train", 5, 0)) == [ChunkKey("train", 2, 0)]
-    scheduler.close_pass(("new", 0))
-    order = []
-    for epoch in range(6, 9):
-        scheduler.open_pass((epoch, 0), EpochKey("train", epoch), 0)
-        scheduler.request((epoch, 0), 0, urgent=True)
-        order += gone(scheduler, scheduler.assign)
-    assert order == [ChunkKey("train", 1, 0), ChunkKey("train", 0, 0), ChunkKey("val", 0, 0)]
+    order = [(key.name, key.epoch) for key in drops_for_others(scheduler, range(6, 10))]
+    assert order == [("train", 2), ("train", 1), ("train", 0), ("val", 0)]
 
 
 def test_what_a_reader_will_come_to_outlives_what_is_behind():
     scheduler = make_scheduler(budget=4)
     fill(scheduler, "train", 5, [0, 1, 3, 4])
     scheduler.open_pass(("a", 0), EpochKey("train", 5), 2)
-    order = []
-    for epoch in range(6, 10):
-        scheduler.open_pass((epoch, 0), EpochKey("train", epoch), 0)
-        scheduler.request((epoch, 0), 0, urgent=True)
-        order += [key.chunk for key in gone(scheduler, scheduler.assign)]
-    assert order == [1, 0, 4, 3]
+    assert [key.chunk for key in drops_for_others(scheduler, range(6, 10))] == [1, 0, 4, 3]
 
 
 def test_chunks_in_use_are_recalled_before_the_budget_is_exceeded():
@@ -223,7 +209,9 @@ def test_who_holds_chunks_leaves_room_for_the_largest_in_one_piece():
         briefs.append(ready.brief)
     assert briefs == [False, True]
     scheduler.release(("b", 0), [1])
-    assert drops_for(scheduler, ChunkKey("val", 0, 0))
+    scheduler.open_pass(("new", 0), EpochKey("val", 0), 0)
+    scheduler.request(("new", 0), 0, urgent=True)
+    assert gone(scheduler, scheduler.assign)
     assert told(scheduler) == []  # there is no need that the first gives its own back
 
 
@@ -252,21 +240,6 @@ def test_failure_is_told_and_only_tried_again_on_request():
     assert key not in produce_all(scheduler)
     scheduler.request(("a", 0), 0, urgent=True)
     assert scheduler.assign().key == key
-
-
-def test_repeated_death_over_a_chunk_is_a_failure():
-    scheduler = make_scheduler()
-    scheduler.open_pass(("a", 0), EpochKey("train", 0), 0)
-    scheduler.request(("a", 0), 0, urgent=True)
-    key = ChunkKey("train", 0, 0)
-    for _ in range(MAX_DEATHS - 1):
-        assert scheduler.assign().key == key
-        scheduler.lost(key, ERROR)
-        assert told(scheduler) == []
-    assert scheduler.assign().key == key
-    scheduler.lost(key, ERROR)
-    assert told(scheduler) == REFUSAL
-    assert scheduler.assign() is None
 
 
 def key_of(place, chunk) -> ChunkKey:

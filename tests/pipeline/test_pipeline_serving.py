@@ -2,8 +2,8 @@
 
 import pytest
 
+from optuna_fleet.pipeline.reader.batches import OpenedPass
 from optuna_fleet.pipeline.reader.mapping import Mapping
-from optuna_fleet.pipeline.reader.opened import OpenedPass
 
 
 def labels(client, name="train", **arguments):

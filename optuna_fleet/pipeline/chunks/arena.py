@@ -13,15 +13,66 @@ from a host first), few pieces have them.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
-import math
 import mmap
 import os
 import time
 from contextlib import suppress
 
-from optuna_fleet.pipeline.chunks.memory_files import HUGE_PAGE, address_of, madvise, map_aligned
+HUGE_PAGE = 2 << 20
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+def map_privately(fd: int) -> memoryview:
+    """Returns the bytes of a file, mapped copy-on-write; they outlive the descriptor."""
+    nbytes = os.fstat(fd).st_size
+    memory, shift = map_aligned((fd, nbytes), flags=mmap.MAP_PRIVATE)
+    return memoryview(memory)[shift : shift + nbytes]
+
+
+def map_aligned(file: tuple[int, int], *, flags: int) -> tuple[mmap.mmap, int]:
+    """Maps a file of this descriptor and size, from a multiple of the huge page on.
+
+    Returns a larger mapping that has it in it, and where it begins there.
+
+    Raises:
+        OSError: The process may not map so much.
+    """
+    fd, nbytes = file
+    total = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    outer = mmap.mmap(-1, total + HUGE_PAGE, flags=room)
+    address = address_of(outer)
+    shift = -address % HUGE_PAGE
+    access, how = mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED | _MAP_NORESERVE
+    where = address + shift
+    if nbytes and _libc.mmap(where, nbytes, access, how, fd, 0) != where:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{nbytes} bytes could not be mapped: {os.strerror(error)}")
+    return outer, shift
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Returns where a mapping begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def madvise(address: int, nbytes: int, advice: int) -> int:
+    """Gives advice on whole pages; returns 0 or the number of the error."""
+    return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
+
 
 PATIENCE_S = 2.5e-3
 """For a huge page, in time of this thread; clearing one takes 0.1 ms, or some ms if it comes from
@@ -33,27 +84,6 @@ _LONGEST_PAUSE = 32
 _MADV_COLLAPSE = 25
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-
-
-class HugePages:
-    """Whether to ask for a huge page; seldom, where they are slow to come."""
-
-    def __init__(self) -> None:
-        self._pause = 0
-        self._left = 0
-
-    def wanted(self) -> bool:
-        """Says whether to try; called once for each."""
-        if self._left:
-            self._left -= 1
-            return False
-        return True
-
-    def took(self, seconds: float) -> None:
-        """Learns how long it took."""
-        is_slow = seconds > PATIENCE_S
-        self._pause = min(2 * self._pause or 1, _LONGEST_PAUSE) if is_slow else 0
-        self._left = self._pause
 
 
 _NO_ROOM = (
@@ -75,8 +105,8 @@ class Arena:
 
     def __init__(self, nbytes: int, folder: str | None = None) -> None:
         self.nbytes = nbytes
-        self._huge_pages = HugePages()
         self._collapsed: set[int] = set()
+        self._pause = self._pause_left = 0  # huge pages that are not asked for
         file = _memory_file() if folder is None else _nameless_file(folder)
         try:
             try:
@@ -117,14 +147,19 @@ class Arena:
         """Has the kernel give this process and the readers huge pages where the piece lies."""
         last = min(address + nbytes, self.nbytes // HUGE_PAGE * HUGE_PAGE)
         for number in range(address // HUGE_PAGE, -(-last // HUGE_PAGE)):
-            if number in self._collapsed or not self._huge_pages.wanted():
+            if number in self._collapsed:
+                continue
+            if self._pause_left:
+                self._pause_left -= 1
                 continue
             self._collapsed.add(number)
             begin = number * HUGE_PAGE
             self._outer[self._shift + max(begin, address)] = 0  # a hole is not collapsed
             started = time.thread_time()
             error = madvise(self._address + begin, HUGE_PAGE, _MADV_COLLAPSE)
-            self._huge_pages.took(math.inf if error else time.thread_time() - started)
+            is_slow = bool(error) or time.thread_time() - started > PATIENCE_S
+            self._pause = min(2 * self._pause or 1, _LONGEST_PAUSE) if is_slow else 0
+            self._pause_left = self._pause
             if error == errno.EINVAL:  # there are none on this machine
                 self._collapsed.update(range(self.nbytes // HUGE_PAGE))
 

@@ -18,9 +18,8 @@ from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.comparing import comes_again
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.iterable import Stream
-from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
+from optuna_fleet.pipeline.preprocessor.order import Surroundings, epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.preprocessor.together import Together
 from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
 

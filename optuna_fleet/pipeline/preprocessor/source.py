@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.pipeline.preprocessor.order import Generator
-
 Function = Callable[[Any], Any]
+
+Generator = Any
+"""A ``random.Random``, NumPy's ``Generator`` or ``RandomState``, or torch's ``Generator``.
+
+Those that data sets hold (``self.rng = np.random.default_rng()``) are seeded for each sample too,
+or they would give other augmentation in each process.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.preprocessor import samplers
-from optuna_fleet.pipeline.preprocessor.order import watched
+from optuna_fleet.pipeline.preprocessor.order import Surroundings, check_samplers, watched
 from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
-from optuna_fleet.pipeline.preprocessor.surroundings import Surroundings
 from optuna_fleet.pipeline.spec import PipelineSpec
 
 MAX_TRIES = 16
@@ -50,7 +48,7 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
     if not (in_parts or source.samplers):
         return
     source = load()
-    samplers.check(source, spec)
+    check_samplers(source, spec)
     around = Surroundings(source, spec)
     for each in in_parts:
         dataset, stages = source.datasets[each.name], source.stages[each.name]

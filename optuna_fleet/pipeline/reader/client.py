@@ -13,9 +13,14 @@ from typing import Any
 from optuna_fleet.exceptions import FleetError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.pipeline_messages import ArenaOpened, OpenPass
-from optuna_fleet.pipeline.reader.batches import Batch, read_batches
+from optuna_fleet.pipeline.reader.batches import (
+    Batch,
+    FromAgent,
+    OpenedPass,
+    agent_gone,
+    read_batches,
+)
 from optuna_fleet.pipeline.reader.mapping import Mapping
-from optuna_fleet.pipeline.reader.opened import FromAgent, OpenedPass, agent_gone
 from optuna_fleet.pipeline.reader.read_plan import Batches, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.wire.packing import unpack

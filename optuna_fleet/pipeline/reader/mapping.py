@@ -21,8 +21,8 @@ from ctypes import addressof, c_uint64
 
 import numpy as np
 
+from optuna_fleet.pipeline.chunks.arena import address_of, madvise, map_aligned
 from optuna_fleet.pipeline.chunks.layout import Bytes
-from optuna_fleet.pipeline.chunks.memory_files import address_of, madvise, map_aligned
 
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
