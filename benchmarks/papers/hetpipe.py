@@ -38,6 +38,7 @@ from optuna_fleet.virtual_workers.partition import (
     Links,
     Partition,
     PartitionProblem,
+    StageDevice,
     best_partition,
     partition_of,
 )
@@ -158,8 +159,17 @@ def link_for(seconds: float, takes: Callable[[Link], float]) -> Link:
 def partitions(
     layers: Layers, workers: Workers, links: Links, in_flight: int
 ) -> tuple[Partition, ...]:
-    problem = PartitionProblem(layers=layers, devices=workers[0], in_flight=in_flight, links=links)
+    problem = _problem(layers, workers[0], links, in_flight)
     return partitions_under_load(problem, workers)
+
+
+def _problem(
+    layers: Layers, devices: tuple[StageDevice, ...], links: Links, in_flight: int
+) -> PartitionProblem:
+    """With weights, gradients, and versions of the weights."""
+    return PartitionProblem(
+        layers=layers, devices=devices, in_flight=in_flight, links=links, copies=2 + in_flight
+    )
 
 
 def most_in_flight(layers: Layers, workers: Workers, links: Links) -> int:
@@ -168,10 +178,7 @@ def most_in_flight(layers: Layers, workers: Workers, links: Links) -> int:
     def fit(in_flight: int) -> bool:
         with suppress(DoesNotFit):
             for devices in workers:
-                problem = PartitionProblem(
-                    layers=layers, devices=devices, in_flight=in_flight, links=links
-                )
-                best_partition(problem)
+                best_partition(_problem(layers, devices, links, in_flight))
             return True
         return False
 

@@ -24,7 +24,7 @@ from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links, Memory
+from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
 from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 from optuna_fleet.virtual_workers.stage_placement import (
     WIRE,
@@ -42,13 +42,13 @@ _STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of other
 _OF_GPU = 0.9  # the rest is for what is not counted: fragments, libraries, messages
 
 
-def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:
-    """Copies of the weights: themselves, gradients, the optimizer's state, versions."""
+def copies_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> float:
+    """Copies of the weights: themselves, gradients, the optimizer's state, an update."""
     kind = type(optimizer).__name__
     states = _STATES.get(kind, 2)
     if kind == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
         states = 0
-    return Memory(copies=(2 if is_flushed else 3) + states, keeps_versions=not is_flushed)
+    return (2 if is_flushed else 3) + states
 
 
 def memory_of_device(device: torch.device) -> float:

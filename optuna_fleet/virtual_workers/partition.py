@@ -95,22 +95,6 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What a stage takes: weights in several copies, and what its minibatches keep.
-
-    Attributes:
-        copies: Copies of the weights whatever is in flight: the newest, their gradients, and what
-            an optimizer keeps (1 more for momentum, 2 for Adam).
-        keeps_versions: Whether there is one more for each minibatch in flight, as without flushes.
-            Late stages hold fewer minibatches (the paper counts these), but know updates that no
-            minibatch may see yet, so that all stages have the same weights.
-    """
-
-    copies: float = 2.0
-    keeps_versions: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionProblem:
     """Layers are to be put on all of the devices, in any order of these.
 
@@ -119,14 +103,17 @@ class PartitionProblem:
         devices: k of them; each gets one stage of at least one layer.
         in_flight: Minibatches in the pipeline, N_m; with flushes the parts of a batch.
         links: Ways between the devices.
-        memory: What a stage takes.
+        copies: Of a stage's weights in its memory: the newest, their gradients, what an optimizer
+            keeps (1 more for momentum, 2 for Adam), and without flushes one for each minibatch in
+            flight. Late stages hold fewer minibatches (the paper counts these), but know updates
+            that no minibatch may see yet, so that all stages have the same weights.
     """
 
     layers: Layers
     devices: tuple[StageDevice, ...]
     in_flight: int = 1
     links: Links = field(default_factory=Links)
-    memory: Memory = field(default_factory=Memory)
+    copies: float = 2.0
 
     def held(self, stage: int) -> int:
         """Most minibatches that a stage holds."""
@@ -134,8 +121,7 @@ class PartitionProblem:
 
     def bytes_of(self, stage: int, parameter_bytes: float, kept_bytes: float) -> float:
         """Memory that a stage takes, by what its layers do."""
-        copies = self.memory.copies + (self.in_flight if self.memory.keeps_versions else 0)
-        return parameter_bytes * copies + kept_bytes * self.held(stage)
+        return parameter_bytes * self.copies + kept_bytes * self.held(stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from optuna_fleet.virtual_workers.construction import Construction
 from optuna_fleet.virtual_workers.measuring import (
     Need,
     blocks_of,
-    memory_of,
+    copies_of,
     memory_of_device,
     place,
 )
@@ -295,7 +295,7 @@ class Pipeline:
             demand = Demand(
                 blocks=blocks_of(self._model, may_part_ties=options.is_flushed),
                 in_flight=options.most_in_flight,
-                memory=memory_of(self._optimizer, is_flushed=options.is_flushed),
+                copies=copies_of(self._optimizer, is_flushed=options.is_flushed),
                 memory_bytes=memory_of_device(self._parts.device) if limit is None else limit,
                 clock_distance=options.clock_distance,
                 most_workers=options.most_workers,

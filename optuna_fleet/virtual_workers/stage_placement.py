@@ -21,7 +21,6 @@ from optuna_fleet.virtual_workers.partition import (
     Layers,
     Link,
     Links,
-    Memory,
     Partition,
     PartitionProblem,
     StageDevice,
@@ -107,7 +106,7 @@ class Demand:
         blocks: Where each run of layers ends that must stay together.
         in_flight: Parts of a batch; without flushes, minibatches in each pipeline, None for as
             many as there is memory for, and as help.
-        memory: Copies of the weights.
+        copies: Of the weights, whatever is in flight.
         memory_bytes: Of each device; infinite if that does not matter.
         clock_distance: Between virtual workers without flushes; None for one with flushes.
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
@@ -119,7 +118,7 @@ class Demand:
 
     blocks: tuple[int, ...]
     in_flight: int | None
-    memory: Memory
+    copies: float
     memory_bytes: float
     clock_distance: int | None = None
     most_workers: int | None = 1
@@ -200,12 +199,11 @@ class Demand:
         return min(found, key=lambda layout: layout.batch_s)
 
     def _layout(self, layers: Layers, name: str, workers: Workers, held: int) -> _Layout:
-        in_flight, memory = self.in_flight or held, self.memory
+        in_flight, copies = self.in_flight or held, self.copies
         if self.clock_distance is not None:  # versions: as many as are in flight, and of waves
-            waves = self.clock_distance + 3 if len(workers) > 1 else 0
-            memory = replace(memory, copies=memory.copies + in_flight - held + waves)
+            copies += in_flight + (self.clock_distance + 3 if len(workers) > 1 else 0)
         problem = PartitionProblem(
-            layers=layers, devices=workers[0], in_flight=held, links=self.links, memory=memory
+            layers=layers, devices=workers[0], in_flight=held, links=self.links, copies=copies
         )
         partitions = partitions_under_load(problem, workers)
         are_local = can_be_local(partitions)

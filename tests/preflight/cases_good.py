@@ -123,26 +123,19 @@ def weighs_tokens(trial: Any) -> None:
             step(optimizer, trial.weighted(loss, (targets != 0).sum()))
 
 
-@GOOD.case(ANY)
-def weighs_positives(trial: Any) -> None:
+@GOOD.batch(ANY)
+def weighs_positives(trial: Any, model: Any, _: Any, x: Tensor, y: Tensor) -> Tensor:
     """Which some ranks have none of."""
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            mask = y == 1
-            loss = F.mse_loss(model(x)[mask], x[mask, :3])
-            step(optimizer, trial.weighted(loss, mask.sum()))
+    mask = y == 1
+    return trial.weighted(F.mse_loss(model(x)[mask], x[mask, :3]), mask.sum())
 
 
-@GOOD.case(ANY)
-def weighs_one_of_two_tasks(trial: Any) -> None:
-    model, optimizer = prepared(trial, network())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            outputs, mask = model(x), (y != 0).to(x)
-            each = F.cross_entropy(outputs, y, reduction="none")
-            loss = (mask * each).sum() / mask.sum().clamp(min=1)
-            step(optimizer, trial.weighted(loss, mask.sum()) + outputs.square().mean())
+@GOOD.batch(ANY, make=network)
+def weighs_one_of_two_tasks(trial: Any, model: Any, _: Any, x: Tensor, y: Tensor) -> Tensor:
+    outputs, mask = model(x), (y != 0).to(x)
+    each = F.cross_entropy(outputs, y, reduction="none")
+    loss = (mask * each).sum() / mask.sum().clamp(min=1)
+    return trial.weighted(loss, mask.sum()) + outputs.square().mean()
 
 
 # -- optimizers, with and without BatchNorm -------------------------------------------------------
@@ -604,14 +597,11 @@ def convolutions(trial: Any) -> None:
         trial.report(trial.sum(right) / 20, epoch)
 
 
-@GOOD.case(ANY)
-def random_numbers_of_all_kinds(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            noise = random.gauss(0, 1) + np.random.rand() + float(np.random.normal())
-            mask = torch.bernoulli(torch.full_like(x, 0.8))
-            step(optimizer, F.cross_entropy(model(mask * x + 0.1 * noise), y))
+@GOOD.loss(ANY)
+def random_numbers_of_all_kinds(model: Any, x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+    noise = random.gauss(0, 1) + np.random.rand() + float(np.random.normal())
+    mask = torch.bernoulli(torch.full_like(x, 0.8))
+    return F.cross_entropy(model(mask * x + 0.1 * noise), y)
 
 
 @GOOD.loss(ANY, make=network)

@@ -165,13 +165,7 @@ _normalises = trains(mean_of_classes, lambda: network(NormByHand()), drop_last=T
 WRONG.add("layer: NormByHand", _normalises, ONE, "gradient")
 
 
-@WRONG.case(ONE)
-def collates_without_some(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table_none", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y))
-
+WRONG.add("collates_without_some", trains(mean_of_classes, data="train_table_none"), ONE)
 
 # -- gradients that are not those of a backward ---------------------------------------------------
 
@@ -200,21 +194,17 @@ def steps_by_gradients_of_its_own(trial: Any) -> None:
 # -- left over from a script for several devices --------------------------------------------------
 
 
-@WRONG.case(ONE, "scorer")
-def divides_by_the_number_of_devices(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            step(optimizer, F.cross_entropy(model(x), y) / trial.world_size)
+@WRONG.batch(ONE, "scorer")
+def divides_by_the_number_of_devices(
+    trial: Any, model: Any, _: Any, x: Tensor, y: Tensor
+) -> Tensor:
+    return F.cross_entropy(model(x), y) / trial.world_size
 
 
-@WRONG.case(ONE, "scorer")
-def shards_once_more(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            mine = slice(trial.rank, None, trial.world_size)
-            step(optimizer, F.cross_entropy(model(x[mine]), y[mine]))
+@WRONG.batch(ONE, "scorer")
+def shards_once_more(trial: Any, model: Any, _: Any, x: Tensor, y: Tensor) -> Tensor:
+    mine = slice(trial.rank, None, trial.world_size)
+    return F.cross_entropy(model(x[mine]), y[mine])
 
 
 @WRONG.case(ONE, "learning rate")
@@ -287,24 +277,20 @@ for _kind, _shape, _words in (
     )
 
 
-@WRONG.case(ONE, "scorer")
-def divides_by_its_mean_loss(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            loss = F.cross_entropy(model(x), y)
-            trial.state["scale"] = 0.5 * trial.state.get("scale", 1.0) + 0.5 * loss.item()
-            step(optimizer, loss / trial.state["scale"])
+@WRONG.batch(ONE, "scorer")
+def divides_by_its_mean_loss(trial: Any, model: Any, _: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    trial.state["scale"] = 0.5 * trial.state.get("scale", 1.0) + 0.5 * loss.item()
+    return loss / trial.state["scale"]
 
 
-@WRONG.case(ONE, "scorer")
-def decays_by_the_samples_it_has_seen(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            trial.state["seen"] = trial.state.get("seen", 0) + len(x)
-            optimizer.param_groups[0]["lr"] = 0.1 * math.exp(-trial.state["seen"] / 50)
-            step(optimizer, F.cross_entropy(model(x), y))
+@WRONG.batch(ONE, "scorer")
+def decays_by_the_samples_it_has_seen(
+    trial: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor
+) -> Tensor:
+    trial.state["seen"] = trial.state.get("seen", 0) + len(x)
+    optimizer.param_groups[0]["lr"] = 0.1 * math.exp(-trial.state["seen"] / 50)
+    return F.cross_entropy(model(x), y)
 
 
 @WRONG.case(ONE, "log_vars")
@@ -628,29 +614,23 @@ def counts_in_a_trainer(trial: Any) -> None:
 _CALLS = [0]
 
 
-@WRONG.case(STAYS, "_CALLS")
-def counts_in_a_global(trial: Any) -> None:
+@WRONG.batch(STAYS, "_CALLS")
+def counts_in_a_global(_: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     """A process that has had the trial before would go on counting: it must not be the same."""
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            _CALLS[0] += 1
-            optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
-            step(optimizer, F.cross_entropy(model(x), y))
+    _CALLS[0] += 1
+    optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
+    return F.cross_entropy(model(x), y)
 
 
 class Calls:
     number = 0
 
 
-@WRONG.case(STAYS, "learning rate")
-def counts_in_a_class(trial: Any) -> None:
-    model, optimizer = prepared(trial, scorer())
-    for _ in trial.epochs(EPOCHS):
-        for x, y, _ in trial.batches("train_table", BATCH):
-            Calls.number += 1
-            optimizer.param_groups[0]["lr"] = 0.1 / Calls.number
-            step(optimizer, F.cross_entropy(model(x), y))
+@WRONG.batch(STAYS, "learning rate")
+def counts_in_a_class(_: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    Calls.number += 1
+    optimizer.param_groups[0]["lr"] = 0.1 / Calls.number
+    return F.cross_entropy(model(x), y)
 
 
 @WRONG.case(STAYS)
@@ -768,20 +748,12 @@ def best_of_a_second_loop(trial: Any) -> float:
 # -- not repeatable, and not to be checked --------------------------------------------------------
 
 
-def draws(seed_of: Callable[[], int]) -> Any:
-    def objective(trial: Any) -> None:
-        torch.manual_seed(seed_of())
-        model, optimizer = prepared(trial, scorer())
-        for _ in trial.epochs(EPOCHS):
-            train(trial, model, optimizer)
-
-    return objective
-
-
-for _name, _seed_of in {
-    "the clock": lambda: time.time_ns() % 2**32,
-}.items():
-    WRONG.add(f"seeded by {_name}", draws(_seed_of), UNREPEATABLE)
+@WRONG.case(UNREPEATABLE)
+def is_seeded_by_the_clock(trial: Any) -> None:
+    torch.manual_seed(time.time_ns() % 2**32)
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        train(trial, model, optimizer)
 
 
 @WRONG.case(ONE, "it fails", "SIGABRT")

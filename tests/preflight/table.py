@@ -58,6 +58,21 @@ class Table(dict[str, Case]):
 
         return enter
 
+    def batch(self, outcome: Outcome, *says: str, make: Any = None) -> Any:
+        """Likewise, around what an objective does with a batch, which returns the loss."""
+
+        def enter(loss_of: Any) -> Any:
+            def objective(trial: Any) -> None:
+                model, optimizer = prepared(trial, (make or scorer)())
+                for _ in trial.epochs(EPOCHS):
+                    for x, y, _ in trial.batches("train_table", BATCH):
+                        step(optimizer, loss_of(trial, model, optimizer, x, y))
+
+            self.add(loss_of.__name__, objective, outcome, *says)
+            return loss_of
+
+        return enter
+
     def add(self, name: str, objective: Any, outcome: Outcome, *says: str, **params: Any) -> None:
         assert name not in self, f"two are called {name}"
         self[name] = Case(objective, outcome, says, params or None)

@@ -28,7 +28,8 @@ SOME = """
     once wrong: embeds in two backwards,
 
     attribute: tensor, attribute: deque, grows_its_batches_by_a_variable, best_in_a_variable,
-    collects: set, sum_in_a_movable_pass, draws_between_folds, seeded by the clock, asks_a_service
+    collects: set, sum_in_a_movable_pass, draws_between_folds,
+    is_seeded_by_the_clock, asks_a_service
 """
 
 ROUNDS = ("fixed_dtype", "model: BatchNorm in depth")
@@ -45,7 +46,7 @@ ROUNDS = ("fixed_dtype", "model: BatchNorm in depth")
 )
 def test_it_is_judged_as_it_should_be(check: Any, name: str) -> None:
     case = CASES[name]
-    verdict = check(case.objective, pipeline(), case.params)
+    verdict = check(case.objective, case.params)
     assert verdict.outcome is case.outcome, verdict
     for word in case.says:
         assert word in str(verdict), f"{word!r} is not in: {verdict}"

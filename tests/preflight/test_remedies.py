@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from tests.behaviour.words import pytestmark  # noqa: F401
-from tests.preflight.table import BATCH, EPOCHS, pipeline, prepared, scorer, sgd, step
+from tests.preflight.table import BATCH, EPOCHS, prepared, scorer, sgd, step
 
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 REMEDIES: dict[str, Callable[..., Any]] = {}
@@ -160,8 +160,8 @@ def has_attribute(trial: Any, *, mended: bool) -> None:
 @pytest.mark.parametrize("says", list(REMEDIES))
 def test_what_is_mended_as_told_is_let_go(check: Any, says: str) -> None:
     objective = REMEDIES[says]
-    told = str(check(functools.partial(objective, mended=False), pipeline()))
+    told = str(check(functools.partial(objective, mended=False)))
     assert says in told
-    verdict = check(functools.partial(objective, mended=True), pipeline())
+    verdict = check(functools.partial(objective, mended=True))
     assert verdict.may_widen, verdict
     assert verdict.may_move, verdict

@@ -22,7 +22,6 @@ from optuna_fleet.virtual_workers.partition import (
     Layers,
     Link,
     Links,
-    Memory,
     PartitionProblem,
     StageDevice,
     best_partition,
@@ -31,7 +30,6 @@ from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
-WEIGHTLESS = Memory(copies=0, keeps_versions=False)
 MEMORY = {"V": 12, "R": 24, "G": 6, "Q": 8}
 
 
@@ -104,7 +102,7 @@ def test_local_servers_keep_updates_within_nodes():
     layers = layers_of(4, parameters=8.0)
     links = Links(within=Link(bytes_per_s=4.0), between=Link(bytes_per_s=1.0))
     workers = [
-        best_partition(PartitionProblem(layers=layers, devices=devices, memory=WEIGHTLESS))
+        best_partition(PartitionProblem(layers=layers, devices=devices, copies=0.0))
         for devices in equal_distribution(nodes("VR"), 4)
     ]
     local = sync_seconds(workers, layers, links, Servers.LOCAL)

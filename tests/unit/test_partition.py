@@ -13,7 +13,6 @@ from optuna_fleet.virtual_workers.partition import (
     Layers,
     Link,
     Links,
-    Memory,
     PartitionProblem,
     StageDevice,
     best_partition,
@@ -143,27 +142,11 @@ def test_the_first_stage_holds_most_minibatches_so_it_gets_the_large_device():
         layers=layers,
         devices=(small, large),
         in_flight=3,
-        memory=Memory(copies=0, keeps_versions=False),
+        copies=0.0,
     )
     found = best_partition(problem)
     assert [stage.device for stage in found.stages] == [large, small]
     assert [stage.memory_bytes for stage in found.stages] == [6.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("keeps_versions", "copies"),
-    [(False, 2), (True, 6)],
-)
-def test_weights_are_kept_in_several_versions(keeps_versions, copies):
-    devices = tuple(StageDevice(index=i, node=0, kind="a") for i in range(2))
-    problem = PartitionProblem(
-        layers=layers_of([1.0, 1.0], parameters=5.0, kept=1.0),
-        devices=devices,
-        in_flight=4,
-        memory=Memory(keeps_versions=keeps_versions),
-    )
-    needed = [stage.memory_bytes for stage in best_partition(problem).stages]
-    assert needed == [5.0 * copies + 3.0, 5.0 * copies + 1.0]
 
 
 def test_alike_virtual_workers_get_their_own_devices():

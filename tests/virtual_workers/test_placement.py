@@ -12,7 +12,7 @@ from torch import nn
 
 from optuna_fleet.virtual_workers.measuring import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.minibatches import microbatches
-from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Memory
+from optuna_fleet.virtual_workers.partition import DoesNotFit, Link
 from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices
 
 LAYER = LayerCost(
@@ -24,8 +24,7 @@ SLOW = LayerCost(
 
 
 def demand(memory_bytes: float, blocks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> Demand:
-    memory = Memory(copies=2, keeps_versions=False)
-    return Demand(blocks=blocks, in_flight=4, memory=memory, memory_bytes=memory_bytes)
+    return Demand(blocks=blocks, in_flight=4, copies=2.0, memory_bytes=memory_bytes)
 
 
 def test_layers_stay_together_that_share_parameters() -> None:
@@ -80,8 +79,7 @@ def test_a_link_is_as_fast_as_messages_there_and_back() -> None:
 
 
 def several(most: int | None, *, memory_bytes: float = 1e9) -> Demand:
-    memory = Memory(copies=2, keeps_versions=True)
-    return replace(demand(memory_bytes), clock_distance=0, most_workers=most, memory=memory)
+    return replace(demand(memory_bytes), clock_distance=0, most_workers=most)
 
 
 def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds() -> None:
