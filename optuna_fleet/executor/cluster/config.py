@@ -82,6 +82,7 @@ def modules_to_preload() -> tuple[str, ...]:
     return (
         "torch",
         "torch._dynamo",  # which the first optimizer of each process imports: a second or more
+        "optuna_fleet.executor.fleet_executor",  # which the objective's module may import
         "optuna_fleet.trainer.training",
         "optuna_fleet.pipeline.preprocessor.preprocessor",
         *(name for name in wanted if name in sys.modules),
