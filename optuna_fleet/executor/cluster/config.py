@@ -15,9 +15,9 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.resources import Device
+from optuna_fleet.settings import Workplace, workplace_here
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining
-from optuna_fleet.workplace import Workplace, workplace_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
