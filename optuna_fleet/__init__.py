@@ -1,85 +1,95 @@
 """optuna-fleet: runs the trials of Optuna studies of deep networks on a set of devices.
 
-Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
+Importing it gives `optuna.Study.optimize` the keyword ``executor=``. The other public names are
+imported when they are first used: each process of a fleet, too, imports this module.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet import policies, visualization
-from optuna_fleet.checkpoints.best_model import load_best_model
-from optuna_fleet.checkpoints.file import CheckpointError
-from optuna_fleet.exceptions import (
-    FleetConfigError,
-    FleetError,
-    LaunchError,
-    OutOfMemoryError,
-    PreprocessingError,
-    StorageLostError,
-    TrainerLostError,
-    TrialError,
-    TrialTimeoutError,
-)
-from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.cluster.join import JoinCluster
-from optuna_fleet.executor.cluster.local import LocalCluster
-from optuna_fleet.executor.cluster.ray import RayCluster
-from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
-from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
-from optuna_fleet.executor.deciding.convergence import Convergence
-from optuna_fleet.executor.fleet_executor import FleetExecutor
-from optuna_fleet.images.compose_parts import take_apart
-from optuna_fleet.options import Checkpoints, Limits, Preflight
-from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.sampler_bridge.keyword import install, uninstall
-from optuna_fleet.trainer.trial import FleetTrial
-
-__version__ = "0.1.0"
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "Convergence",
-    "FleetConfigError",
-    "FleetError",
-    "FleetExecutor",
-    "FleetSummary",
-    "FleetTrial",
-    "HarvestCluster",
-    "JoinCluster",
-    "LaunchError",
-    "Limits",
-    "LocalCluster",
-    "Preflight",
-    "OutOfMemoryError",
-    "PreprocessingError",
-    "RandomResizedCrop",
-    "RayCluster",
-    "SharedPipeline",
-    "SlurmCluster",
-    "StorageLostError",
-    "TrainerLostError",
-    "TrialError",
-    "TrialTimeoutError",
-    "install",
-    "load_best_model",
-    "policies",
-    "read_image",
-    "take_apart",
-    "uninstall",
-    "visualization",
-]
+from optuna_fleet.sampler_bridge.keyword import install as install
+from optuna_fleet.sampler_bridge.keyword import uninstall as uninstall
 
 if TYPE_CHECKING:
-    from optuna_fleet.images.crops import RandomResizedCrop
-    from optuna_fleet.images.decoding import read_image
-else:
+    from optuna_fleet import policies as policies
+    from optuna_fleet import visualization as visualization
+    from optuna_fleet.checkpoints.best_model import load_best_model as load_best_model
+    from optuna_fleet.checkpoints.file import CheckpointError as CheckpointError
+    from optuna_fleet.exceptions import FleetConfigError as FleetConfigError
+    from optuna_fleet.exceptions import FleetError as FleetError
+    from optuna_fleet.exceptions import LaunchError as LaunchError
+    from optuna_fleet.exceptions import OutOfMemoryError as OutOfMemoryError
+    from optuna_fleet.exceptions import PreprocessingError as PreprocessingError
+    from optuna_fleet.exceptions import StorageLostError as StorageLostError
+    from optuna_fleet.exceptions import TrainerLostError as TrainerLostError
+    from optuna_fleet.exceptions import TrialError as TrialError
+    from optuna_fleet.exceptions import TrialTimeoutError as TrialTimeoutError
+    from optuna_fleet.executor.call.summary import FleetSummary as FleetSummary
+    from optuna_fleet.executor.cluster.join import JoinCluster as JoinCluster
+    from optuna_fleet.executor.cluster.local import LocalCluster as LocalCluster
+    from optuna_fleet.executor.cluster.ray import RayCluster as RayCluster
+    from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster as SlurmCluster
+    from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster as HarvestCluster
+    from optuna_fleet.executor.deciding.convergence import Convergence as Convergence
+    from optuna_fleet.executor.fleet_executor import FleetExecutor as FleetExecutor
+    from optuna_fleet.images.compose_parts import take_apart as take_apart
+    from optuna_fleet.images.crops import RandomResizedCrop as RandomResizedCrop
+    from optuna_fleet.images.decoding import read_image as read_image
+    from optuna_fleet.options import Checkpoints as Checkpoints
+    from optuna_fleet.options import Limits as Limits
+    from optuna_fleet.options import Preflight as Preflight
+    from optuna_fleet.pipeline import SharedPipeline as SharedPipeline
+    from optuna_fleet.trainer.trial import FleetTrial as FleetTrial
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "load_best_model": "checkpoints.best_model",
+    "policies": "policies",
+    "read_image": "images.decoding",
+    "take_apart": "images.compose_parts",
+    "visualization": "visualization",
+    "CheckpointError": "checkpoints.file",
+    "Checkpoints": "options",
+    "Convergence": "executor.deciding.convergence",
+    "FleetConfigError": "exceptions",
+    "FleetError": "exceptions",
+    "FleetExecutor": "executor.fleet_executor",
+    "FleetSummary": "executor.call.summary",
+    "FleetTrial": "trainer.trial",
+    "HarvestCluster": "executor.cluster.slurm.harvest",
+    "JoinCluster": "executor.cluster.join",
+    "LaunchError": "exceptions",
+    "Limits": "options",
+    "LocalCluster": "executor.cluster.local",
+    "OutOfMemoryError": "exceptions",
+    "Preflight": "options",
+    "PreprocessingError": "exceptions",
+    "RandomResizedCrop": "images.crops",
+    "RayCluster": "executor.cluster.ray",
+    "SharedPipeline": "pipeline",
+    "SlurmCluster": "executor.cluster.slurm.cluster",
+    "StorageLostError": "exceptions",
+    "TrainerLostError": "exceptions",
+    "TrialError": "exceptions",
+    "TrialTimeoutError": "exceptions",
+}
+"""Where each public name is."""
+
+__all__ = [*_MODULES, "install", "uninstall"]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_MODULES]
+
+
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """What imports torch, which not every driver needs."""
-        rooms = {"RandomResizedCrop": "crops", "read_image": "decoding"}
-        if name in rooms:
-            return getattr(import_module(f"optuna_fleet.images.{rooms[name]}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f"optuna_fleet.{_MODULES[name]}")
+        return module if name == _MODULES[name] else getattr(module, name)
 
 
 install()

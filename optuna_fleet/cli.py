@@ -16,7 +16,7 @@ from optuna_fleet.exceptions import FleetError
 from optuna_fleet.executor.cluster.agent.entry import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
-from optuna_fleet.replay.commands import add_replay, add_simulate, add_trace
+from optuna_fleet.replay.replay_commands import add_replay, add_simulate, add_trace
 from optuna_fleet.visualization.top import add_top
 
 

@@ -1,21 +1,27 @@
-"""Settings of the script's process that hold for its objectives in other processes too.
+"""What of the script's process holds for its objectives in other processes too.
 
-They are read in the driver when a call of `optimize` begins, and set in trainers before an
-objective is called, those of torch when it is imported. Where it never is it has no settings.
-What else a process needs, `FleetExecutor(setup=...)` does.
+Where it is at work (folder, imports, environment), and its settings of torch, NumPy, warnings and
+logs. They are read in the driver when a call of `optimize` begins, and set in the processes of the
+fleet before anything of the user's is called; those of torch when it is imported. Where it never
+is it has no settings. What else a process needs, `FleetExecutor(setup=...)` does.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
+import os
 import pickle
+import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -25,7 +31,98 @@ from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.exceptions import FleetConfigError, FleetError, shown
 from optuna_fleet.wire.packing import pack
 from optuna_fleet.wire.unpicklable import explained
-from optuna_fleet.workplace import Workplace, workplace_here
+
+# -- where it is at work --------------------------------------------------------------------------
+
+
+# What each node, or process, of the fleet has of its own, whatever the script has set.
+_OF_EACH = {
+    *(name for each in ACCELERATORS for name in (each.visible, each.interface, *each.always)),
+    *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "OPTUNA_FLEET_JOIN", "OPTUNA_FLEET_TOKEN"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """What relative paths, imports and `os.environ` mean to a script.
+
+    Attributes:
+        folder: Its working directory; None if that was removed.
+        sys_path: Where its imports are found.
+        argv: Its arguments.
+        variables: Those of the environment that it has ever changed, as they are now; None for
+            those that it has removed.
+        key: By which its `multiprocessing.Manager` knows who may ask it.
+    """
+
+    folder: str | None
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    variables: Mapping[str, str | None]
+    key: bytes = field(repr=False)
+
+    def take_on(self, *, but: Collection[str] = ()) -> None:
+        """Have them mean the same to this process.
+
+        Args:
+            but: Variables that stay as they are.
+
+        Raises:
+            FleetError: There is no such folder here.
+        """
+        for name in self.variables.keys() - set(but):
+            if (value := self.variables[name]) is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        time.tzset()
+        sys.path[:], sys.argv[:] = self.sys_path, self.argv
+        multiprocessing.current_process().authkey = self.key
+        importlib.invalidate_caches()  # its folders may have new modules
+        try:
+            if self.folder is not None:
+                os.chdir(self.folder)
+        except OSError as error:
+            raise FleetError(
+                f"{socket.gethostname()} has no folder {self.folder}, where the script is at work "
+                f"({error.strerror}). Give all nodes the same paths."
+            ) from error
+
+
+def workplace_here() -> Workplace:
+    """That of this process, the driver."""
+    names = {*os.environ, *_AT_FIRST}
+    _changed.update(n for n in names if os.environ.get(n) != _AT_FIRST.get(n))
+    try:
+        folder = os.getcwd()
+    except OSError:
+        folder = None
+    return Workplace(
+        folder=folder,
+        sys_path=tuple(sys.path),
+        argv=tuple(sys.argv),
+        key=bytes(multiprocessing.current_process().authkey),
+        variables={name: os.environ.get(name) for name in _changed - _OF_EACH},
+    )
+
+
+def _at_first() -> dict[str, str]:
+    """The environment that this process was started with.
+
+    It can't be read where somebody has written his title over it.
+    """
+    entries: list[str] = []
+    with suppress(OSError):
+        entries = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+    found = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return found if found.keys() & os.environ.keys() else dict(os.environ)
+
+
+_AT_FIRST = _at_first()
+_changed: set[str] = set()
+
+
+# -- settings -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

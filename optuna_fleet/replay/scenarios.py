@@ -9,8 +9,7 @@ from typing import Any, Literal
 from optuna_fleet.alloc import Allocator, EqualSplitAllocator
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES, Policy, policy_of
-from optuna_fleet.replay.bound import lower_bound_s
-from optuna_fleet.replay.report import common_report, utilisation
+from optuna_fleet.replay.report import common_report, lower_bound_s, utilisation
 from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.trace import NodeTrace
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles

@@ -11,7 +11,6 @@ from optuna.trial import BaseTrial
 
 from optuna_fleet.arguments import check_that
 from optuna_fleet.exceptions import FleetConfigError, OutsideFleetError
-from optuna_fleet.trainer.trial import FleetTrial
 
 _MARK = "_optuna_fleet_original"
 
@@ -90,6 +89,8 @@ _WRAPPERS = {"optimize": _with_executor, "trials_dataframe": _without_records}
 
 def _missing(trial: BaseTrial, name: str) -> NoReturn:
     """An attribute that Optuna's trials do not have."""
+    from optuna_fleet.trainer.trial import FleetTrial  # not in each process of a fleet
+
     if name.startswith("_") or not hasattr(FleetTrial, name):
         problem = f"{type(trial).__name__!r} object has no attribute {name!r}"
         raise AttributeError(problem, name=name, obj=trial)

@@ -12,7 +12,7 @@ import mip
 import pytest
 
 from optuna_fleet.policies import POLICIES, FleetG, policy_of
-from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.report import lower_bound_s
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.workload import Rules, SimulatedTrial
 from tests.behaviour.allocation import LINEAR, simulated, starts, sweep

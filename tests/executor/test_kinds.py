@@ -20,7 +20,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.report import lower_bound_s
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.trial_files import load_ensemble

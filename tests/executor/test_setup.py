@@ -17,7 +17,7 @@ import pytest
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.workplace import workplace_here
+from optuna_fleet.settings import workplace_here
 
 REGISTRY = """
 print("registry is imported", flush=True)

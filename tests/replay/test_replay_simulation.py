@@ -15,8 +15,7 @@ from replay_cases import (
 
 from optuna_fleet.alloc import ElasticAllocator, SingleDeviceAllocator
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.bound import lower_bound_s
-from optuna_fleet.replay.report import common_report, utilisation
+from optuna_fleet.replay.report import common_report, lower_bound_s, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules
 

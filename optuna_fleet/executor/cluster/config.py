@@ -15,9 +15,9 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.resources import Device
+from optuna_fleet.settings import Workplace, workplace_here
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining
-from optuna_fleet.workplace import Workplace, workplace_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ def modules_to_preload() -> tuple[str, ...]:
     return (
         "torch",
         "torch._dynamo",  # which the first optimizer of each process imports: a second or more
+        "optuna_fleet.executor.fleet_executor",  # which the objective's module may import
         "optuna_fleet.trainer.training",
         "optuna_fleet.pipeline.preprocessor.preprocessor",
         *(name for name in wanted if name in sys.modules),
