@@ -11,10 +11,9 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.pipeline_log import MIN_SPAN_S, PipelineLog
+from optuna_fleet.executor.call.journal import DeviceLog
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.tally import Tally
+from optuna_fleet.executor.call.tally import MIN_SPAN_S, PipelineLog, Tally
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat

@@ -18,16 +18,14 @@ from optuna_fleet.events import (
     Ending,
     Launch,
     MoveMeasured,
-    MoveRefused,
-    Requeue,
 )
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.journal import Stay
-from optuna_fleet.executor.call.moves import Moves
+from optuna_fleet.executor.call.journal import DeviceLog
+from optuna_fleet.executor.call.ranks import RunCalls
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
-from optuna_fleet.wire.messages import Ended, Leaving, Trained
+from optuna_fleet.wire.messages import Ended
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
@@ -111,9 +109,9 @@ def test_devices_that_join_are_known_while_the_call_runs() -> None:
 def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
     devices, tally = log_of_two_nodes(), Tally(100.0, lambda decision: None)
     devices.end(110.0)
-    stay = Stay(launch=launch(0), start=104.0)
+    run = RunRecord(launch=launch(0), start=104.0, calls=RunCalls(world_size=1))
     ended = Ended(run_id=0, rank=0, device=0, time_s=0.0, ending=Ending.RETURNED)
-    tally.take(ended, stay, 108.0)
+    tally.rank_ended(run, ended, 108.0)
     summary = tally.summary(devices, 110.0, trials={}, left_out={})
     assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
     assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
@@ -179,31 +177,6 @@ def test_what_moves_cost_is_measured(fleet: Any) -> None:
     assert all(seconds > 0.3 for seconds in costs)
     assert fleet.summary.move_s == pytest.approx(sum(costs) / 2)
     assert "moves to other devices: 2, at " in str(fleet.summary)
-
-
-def test_the_time_that_a_trial_waits_for_devices_is_no_cost_of_its_move() -> None:
-    moves, told, stays = Moves(), [], dict[int, Stay]()
-    happened: list[Any] = [
-        launch(0),
-        Trained(run_id=0),  # its first flight is no move
-        Leaving(run_id=0),
-        Requeue(number=0, run_id=0),  # a second for its checkpoint
-        launch(1),
-        launch(0),
-        Trained(run_id=1),
-        Trained(run_id=0),  # two until its first batch
-        Leaving(run_id=0),
-        MoveRefused(run_id=0),  # it could not be checkpointed
-        Requeue(number=0, run_id=0),  # by its trainer's death
-        launch(0),
-        Trained(run_id=0),
-    ]
-    for now, entry in enumerate(happened):
-        if isinstance(entry, Launch):
-            stays[entry.number] = Stay(launch=entry, start=now)
-        moves.take(entry, stays[entry.run_id], now)
-        told.append(moves.take_cost_s(entry.run_id))
-    assert [seconds for seconds in told if seconds is not None] == [3.0]
 
 
 def end_variously(trial: Any) -> float:

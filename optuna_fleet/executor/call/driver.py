@@ -1,7 +1,7 @@
-"""The driver of one `optimize` call: waits for events, asks the controller, has it done.
+"""The driver of one `optimize` call: waits for what happens, asks the controller, has it done.
 
 The only code that blocks. Everything that touches the study happens here, on the caller's thread.
-What messages mean is in `receiver`, what instructions do in `performer`.
+What messages mean is in `receiver`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,42 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 
-from optuna_fleet.events import Allocate, Event, PlanDecided
+from typing_extensions import assert_never
+
+from optuna_fleet.events import (
+    Abort,
+    Allocate,
+    AnswerEpoch,
+    BeginCheck,
+    EpochDecision,
+    Event,
+    FinishTrial,
+    GiveUp,
+    Instruction,
+    Interrupt,
+    Launch,
+    PlanDecided,
+    Propose,
+    Requeue,
+    ReturnToQueue,
+    StartRound,
+)
 from optuna_fleet.exceptions import FleetError, LaunchError
 from optuna_fleet.executor.call.parts import Parts
-from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.summary import counted
 from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.calls import AfterEpoch
 
-_AT_ONCE = 256
-"""So many events are taken, and then it is looked at what no event tells of."""
+SILENT_S = 5.0
+"""A call that takes longer without a result says what is under way."""
+
+_ABORT_GRACE_S = 10.0
 
 
 class Driver:
@@ -33,12 +58,11 @@ class Driver:
     def __init__(self, parts: Parts, controller: Controller) -> None:
         self._parts = parts
         self._runtime = parts.runtime
+        self._runs = parts.runs
         self._journal = parts.journal
         self._controller = controller
         self._receiver = Receiver(parts)
-        self._performer = Performer(parts)
-        self._events: list[Event] = []
-        self._deciding = False
+        self._is_deciding = self._has_spoken = False
         self.interrupts = Interrupts()
         self.has_freed_devices = False
 
@@ -48,18 +72,19 @@ class Driver:
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
-        parts = self._parts
-        self._events += self._receiver.growth()
+        parts, runtime = self._parts, self._runtime
         parts.devices.begin(self._journal.now())
-        self._events += self._runtime.devices_at_first()
         for number in parts.proposals.adopted():
             parts.ledger.note_restart(number)
         try:
-            self._work()
+            events = [*self._receiver.changes(), *runtime.devices_at_first()]
+            self._decide([*events, *self._receiver.look(), *parts.checks.look()])
+            self._note_progress()
             while not self._controller.finished:
-                parts.note_call()
-                self._wait()
-                self._work()
+                self.interrupts.check()
+                for message in runtime.heard(runtime.inbox.get()):
+                    if news := self._receiver.take(message):
+                        self._decide(news)
             self.has_freed_devices = True
             parts.devices.end(self._journal.now())
             self._end_log("failed" if parts.outcomes.failure else "done")
@@ -70,55 +95,125 @@ class Driver:
             parts.calls.end()
             parts.checks.end()
 
-    def _wait(self) -> None:
-        self.interrupts.check()
-        parts, allocator, inbox = self._parts, self._runtime.allocator, self._runtime.inbox
-        wait_s = max(0.0, min(self._waits_s()))
-        for _ in range(_AT_ONCE):
-            if (event := inbox.get(wait_s)) is None:
-                break
-            wait_s = 0.0
-            for message in self._runtime.heard(event):
-                self._events += self._receiver.take(message)
-                self._work()
-        if parts.calls.go_on():
-            self._events += parts.outcomes.propose(again=True)
-        if self._deciding and allocator.is_answered():
-            self._deciding = False
-            self._events.append(PlanDecided(plan=allocator.result()))
-        for device in parts.deadlines.take_expired():
-            self._runtime.kill(device)
-        parts.saves.save_within_epochs()
-        for fault in parts.watchdog.check():
-            self._events += self._receiver.stop_faulty(fault)
-        self._events += self._receiver.due()
-
-    def _waits_s(self) -> list[float]:
-        parts = self._parts
-        waits = [
-            *parts.deadlines.waits_s(),
-            *self._receiver.waits_s(),
-            *parts.progress.waits_s(),
-            *parts.watchdog.waits_s(),
-            *parts.saves.waits_s(),
-        ]
-        if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
-            waits.append(deadline - time.monotonic())
-        return waits
-
-    def _work(self) -> None:
-        if not self._events:
-            return
-        while self._events:
-            events, self._events = self._events, []
+    def _decide(self, events: Sequence[Event]) -> None:
+        """Tell the controller, and do what it says; what is news by that, too."""
+        while events:
             for event in events:
                 self._journal.note(event)
             self._parts.devices.write()
+            news: list[Event] = []
             for instruction in self._controller.handle(*events):
+                if isinstance(instruction, Launch):
+                    self._parts.new_run(instruction)
                 self._journal.note(instruction)
-                self._deciding |= isinstance(instruction, Allocate)
-                self._events += self._performer.carry_out(instruction)
+                news += self._carry_out(instruction)
+            events = news
         self._runtime.agents.want(self._controller.most_usable)
+
+    # -- what the controller says -----------------------------------------------------------------
+
+    def _carry_out(self, instruction: Instruction) -> list[Event]:  # noqa: C901 - one arm each
+        """Do it: to trainers, to the solver, to the study; return what is news."""
+        parts, outcomes = self._parts, self._parts.outcomes
+        match instruction:
+            case Propose():
+                return outcomes.propose()
+            case Launch():
+                parts.later(parts.progress.left_s, self._note_progress)
+                start = parts.held.begin(instruction)
+                return [] if start is None else parts.start(start)
+            case BeginCheck():
+                parts.checks.begin(instruction)
+            case Allocate():
+                self._ask_for_plan(instruction)
+            case AnswerEpoch():
+                self._answer_epoch(self._runs[instruction.run_id], instruction)
+            case Interrupt():
+                run = self._runs[instruction.run_id]
+                parts.stop_lines.interrupt(run, instruction.devices)
+            case Abort():  # they have time to end by themselves, if there is anything to tell then
+                run, grace_s = self._runs[instruction.run_id], _ABORT_GRACE_S
+                grace_s = 0.0 if instruction.lost else grace_s
+                parts.later_of(grace_s, run, self._kill, instruction.devices)
+            case FinishTrial():
+                run = self._end(instruction)
+                run_name = parts.launcher.run_name(instruction.run_id)
+                parts.retention.left(instruction.number, run_name)
+                outcomes.finish(run)
+                return outcomes.propose(again=True)
+            case Requeue():
+                run = self._end(instruction)
+                if run.leaving is not None:
+                    parts.moved_s[run.launch.number] = self._journal.now() - run.leaving
+                outcomes.run_again(run)
+            case GiveUp():
+                outcomes.give_up(self._end(instruction), instruction.restarts)
+                return outcomes.propose(again=True)
+            case ReturnToQueue():
+                parts.proposals.return_to_queue(instruction.number)
+            case StartRound():
+                pass  # for the journal
+            case _:
+                assert_never(instruction)
+        return []
+
+    def _ask_for_plan(self, instruction: Allocate) -> None:
+        allocator = self._runtime.allocator
+        allocator.submit(instruction.problem)
+        self._is_deciding = True
+        self._parts.when_readable(allocator, self._planned)
+        if (deadline := allocator.deadline()) is not None:
+            self._parts.later(deadline - time.monotonic(), self._planned)
+
+    def _planned(self) -> list[Event]:
+        allocator = self._runtime.allocator
+        if not (self._is_deciding and allocator.is_answered()):
+            return []
+        self._is_deciding = False
+        return [PlanDecided(plan=allocator.result())]
+
+    def _answer_epoch(self, run: RunRecord, answer: AnswerEpoch) -> None:
+        parts, decision = self._parts, answer.decision
+        if decision is EpochDecision.GO and parts.stop_lines.takes_checkpoint(run):
+            decision = EpochDecision.CHECKPOINT
+        elif decision is EpochDecision.YIELD:
+            run.leaving = run.leaving or self._journal.now()
+            parts.held.leaves(run.launch.run_id)
+        stays = run.launch.devices[0] in answer.devices
+        parts.calls.answer_epoch(run, AfterEpoch(decision, stays=stays))
+
+    def _kill(self, run: RunRecord, devices: Sequence[int]) -> None:
+        for device in set(devices).intersection(run.remaining()):
+            self._runtime.kill(device)
+
+    def _end(self, order: FinishTrial | Requeue | GiveUp) -> RunRecord:
+        """A run has ended on all its devices."""
+        parts, run = self._parts, self._runs.pop(order.run_id)
+        is_done = not isinstance(order, Requeue)
+        if is_done:
+            parts.held.forget(order.number)
+        parts.watchdog.ended(run, is_done=is_done)
+        parts.ledger.records.flight(order.number, run.flight(end=self._journal.now()))
+        return run
+
+    # -- what is told of it -----------------------------------------------------------------------
+
+    def _note_progress(self) -> None:
+        """Tell the study how the call is getting on, if it is time to, and again then."""
+        parts, progress = self._parts, self._parts.progress
+        if progress.left_s > 0.0:
+            return  # there was a launch, for which this was done before
+        launches = [run.launch for run in self._runs.values()]
+        flying = {launch.number for launch in launches}
+        num_devices = sum(len(launch.devices) for launch in launches)
+        progress.note(flying, parts.proposals.unfinished(), parts.proposals.num_asked)
+        parts.later(progress.left_s, self._note_progress)
+        parts.ledger.show_under_way(len(flying), num_devices)
+        if flying and not self._has_spoken and self._journal.now() - parts.began >= SILENT_S:
+            self._has_spoken = True
+            if not parts.ledger.ended:
+                on = f"{counted(len(flying), 'trial')} on {counted(num_devices, 'device')}"
+                fleet_logger.info(f"Under way: {on}. None has ended yet.")
 
     def _end_log(self, ending: str) -> None:
         self._parts.progress.end(ending, self._parts.proposals.num_asked)
@@ -130,10 +225,10 @@ class Driver:
         """
         if not isinstance(error, FleetError | KeyboardInterrupt):
             self._journal.attach_to(error)
-        runs, launched = self._parts.runs, self._parts.launcher.launched
+        runs, launched = self._runs, self._parts.launcher.launched
         busy = {device for run in runs.values() for device in run.launch.devices}
         try:
-            if self._deciding:
+            if self._is_deciding:
                 self._runtime.allocator.close()
             self._parts.outcomes.end_all(launched, runs.values(), error)
             self._end_log("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from optuna_fleet.checkpoints.store import mark
-from optuna_fleet.events import FinishTrial, Launch
+from optuna_fleet.events import Launch
 from optuna_fleet.executor.call.held import Start
-from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.resources import needs_gloo
@@ -16,6 +15,35 @@ from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
+
+
+class ObjectiveCopies:
+    """The objective of a call, which each node keeps for its trainers: it is sent there once."""
+
+    def __init__(self, runtime: Runtime, job: Job) -> None:
+        self._runtime = runtime
+        self._job = job
+        self._at: dict[str, str | None] = {}  # by agent; None until it has answered
+
+    def on_device(self, device: int) -> str | None:
+        """Where it is on a device's node; None until that has it."""
+        process = self._runtime.trainers.process_on(device)
+        if process is None:
+            return None
+        if process.agent not in self._at:
+            self._at[process.agent] = None
+            job = self._job
+            message = KeepObjective(
+                objective_id=job.objective_id, objective=job.objective, settings=job.settings
+            )
+            self._runtime.agents.tell(process.agent, message)
+        return self._at[process.agent]
+
+    def kept(self, message: ObjectiveKept) -> None:
+        """A node has an objective."""
+        if message.objective_id == self._job.objective_id:
+            self._at[message.agent] = message.path
 
 
 class Launcher:
@@ -46,11 +74,7 @@ class Launcher:
         self._without_checkpoint: set[int] = set()
         self._token = mark(retention.folder.root)
 
-    def trial_ended(self, last: FinishTrial) -> None:
-        """What its last run has left is the trial's."""
-        self._retention.left(last.number, self._run_name(last.run_id))
-
-    def _run_name(self, run_id: int) -> str:
+    def run_name(self, run_id: int) -> str:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
         return f"{self._token[:8]}-{run_id}"
 
@@ -84,7 +108,7 @@ class Launcher:
             study_name=folder.study_name,
             by_gloo=needs_gloo((agents.devices[d] for d in launch.devices), agents.nodes.here()),
             parameters=self._ledger.suggested(launch.number),
-            run_name=self._run_name(launch.run_id),
+            run_name=self.run_name(launch.run_id),
             folder=str(folder.path),
             folder_token=self._token,
             checkpoints=() if location is None else folder.resumable(location),
