@@ -65,7 +65,7 @@ class CallHandler:
     def _carry_out(self, run: RunRecord) -> EndEpoch | None:
         """Carry out those of rank 0's calls that wait for no other rank."""
         ended = None
-        while (call := run.calls.next_call()) is not None:
+        while run.calls.queue and (call := run.calls.next_call()) is not None:
             match call:
                 case EndEpoch():
                     run.pending_epoch = ended = call
@@ -142,6 +142,7 @@ class CallHandler:
             match call:
                 case Report():
                     self._ledger.report(number, call.value, call.step)
+                    return call.reply()  # which nobody reads
                 case ShouldPrune():
                     value = self._ledger.should_prune(number, call.last_step)
                 case IsAmongBest():

@@ -62,7 +62,7 @@ class Driver:
         self._journal = parts.journal
         self._controller = controller
         self._receiver = Receiver(parts)
-        self._is_deciding = self._has_spoken = False
+        self._is_deciding = self._has_spoken = self._is_over = False
         self.interrupts = Interrupts()
         self.has_freed_devices = False
 
@@ -78,10 +78,9 @@ class Driver:
             parts.ledger.note_restart(number)
         try:
             events = [*self._receiver.changes(), *runtime.devices_at_first()]
-            self._decide([*events, *self._receiver.look(), *parts.checks.look()])
+            self._decide([*events, *self._look(), *parts.checks.look()])
             self._note_progress()
-            while not self._controller.finished:
-                self.interrupts.check()
+            while not self._is_over:
                 for message in runtime.heard(runtime.inbox.get()):
                     if news := self._receiver.take(message):
                         self._decide(news)
@@ -94,6 +93,12 @@ class Driver:
         finally:
             parts.calls.end()
             parts.checks.end()
+
+    def _look(self) -> list[Event]:
+        """What nobody tells, now and every few seconds."""
+        self.interrupts.check()
+        self._parts.later(self._parts.watchdog.look_every_s, self._look)
+        return self._receiver.look()
 
     def _decide(self, events: Sequence[Event]) -> None:
         """Tell the controller, and do what it says; what is news by that, too."""
@@ -108,6 +113,7 @@ class Driver:
                 self._journal.note(instruction)
                 news += self._carry_out(instruction)
             events = news
+        self._is_over = self._controller.finished
         self._runtime.agents.want(self._controller.most_usable)
 
     # -- what the controller says -----------------------------------------------------------------

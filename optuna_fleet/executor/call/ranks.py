@@ -169,11 +169,12 @@ class RunCalls:
 
     Attributes:
         replies: Answers that are to be sent, and to which rank.
+        queue: Calls of rank 0 that are not carried out yet.
     """
 
     world_size: int
     replies: list[tuple[int, Reply]] = field(default_factory=list)
-    _queue: deque[RankCall] = field(default_factory=deque)  # rank 0's, not carried out yet
+    queue: deque[RankCall] = field(default_factory=deque)
     _waiting: dict[int, list[RankCall]] = field(default_factory=dict)  # the others', by index
     _done: dict[int, tuple[str, Reply]] = field(default_factory=dict)  # until all have read it
     _reached: dict[int, int] = field(default_factory=dict)  # by rank, the index of its last call
@@ -184,12 +185,13 @@ class RunCalls:
         """A rank makes a call; `next_call` says what to carry out now."""
         self._reached[call.rank] = call.index
         if call.rank == 0:
-            self._queue.append(call)
-        elif call.is_awaited and call.rank in self._errors:
+            self.queue.append(call)
+            return
+        if call.is_awaited and call.rank in self._errors:
             self._give(call, call.reply())
         elif call.index in self._done:
             self._follow(call)
-        elif 0 in self._left and all(call.index != made.index for made in self._queue):
+        elif 0 in self._left and all(call.index != made.index for made in self.queue):
             self._give(call, _refused(call, _alone(call, 0)))
         else:
             self._waiting.setdefault(call.index, []).append(call)
@@ -197,26 +199,25 @@ class RunCalls:
 
     def next_call(self) -> RankCall | None:
         """Rank 0's next call, if it can be carried out now: `answer` is due."""
-        while self._queue:
-            if self._queue[-1].is_awaited and 0 in self._errors:  # whatever else it waits for
-                last = self._queue.pop()
+        while self.queue:
+            if self.queue[-1].is_awaited and 0 in self._errors:  # whatever else it waits for
+                last = self.queue.pop()
                 self.answer(last, last.reply())
                 continue
-            call = self._queue[0]
+            call = self.queue[0]
             others = self._waiting.get(call.index, [])
             is_joint = self.world_size > 1 and _is_joint(call)
             if is_joint and (problem := self._problem(call, others)):
-                self.answer(self._queue.popleft(), _refused(call, problem))
+                self.answer(self.queue.popleft(), _refused(call, problem))
             elif is_joint and len(others) + 1 < self.world_size:
                 return None
             else:
-                return self._queue.popleft()
+                return self.queue.popleft()
         return None
 
     def answer(self, call: RankCall, reply: Reply) -> None:
         """Rank 0's call was carried out: answer all that wait for it, now or later."""
-        reply = self._due(call, reply)
-        self._give(call, reply)
+        reply = self._give(call, reply)
         if self.world_size > 1:
             self._done[call.index] = (call.name, reply)
             for other in self._waiting.pop(call.index, ()):
@@ -226,7 +227,7 @@ class RunCalls:
     def leave(self, rank: int) -> None:
         """A rank makes no more calls; who waits for one of its does so in vain."""
         self._left.add(rank)
-        made = {call.index for call in self._queue}
+        made = {call.index for call in self.queue}
         for index in [index for index in self._waiting if 0 in self._left and index not in made]:
             for call in self._waiting.pop(index):
                 self._give(call, _refused(call, _alone(call, 0)))
@@ -264,22 +265,22 @@ class RunCalls:
         is_same = call.name == name
         self._give(call, reply if is_same else _refused(call, _differs(name, call)))
 
-    def _give(self, call: RankCall, reply: Reply) -> None:
-        """Answer a call; where its rank does not wait, keep an error for when it does."""
+    def _give(self, call: RankCall, reply: Reply) -> Reply:
+        """Answer a call; return how: an error that its rank did not wait for comes first.
+
+        Where the rank does not wait, an error is kept for when it does.
+        """
         if call.is_awaited:
-            self.replies.append((call.rank, self._due(call, reply)))
-            self._errors.pop(call.rank, None)
+            if (error := self._errors.pop(call.rank, None)) is not None:
+                reply = replace(reply, index=call.index, error=error)
+            self.replies.append((call.rank, reply))
         elif reply.error is not None:
             self._errors.setdefault(call.rank, reply.error)
             waiting = self._waiting.get(self._reached[call.rank], [])
             for other in [one for one in waiting if one.rank == call.rank and one.is_awaited]:
                 waiting.remove(other)
                 self._give(other, reply)
-
-    def _due(self, call: RankCall, reply: Reply) -> Reply:
-        """The reply to a call: an error that its rank did not wait for comes first."""
-        error = self._errors.get(call.rank) if call.is_awaited else None
-        return replace(reply, index=call.index, error=error) if error is not None else reply
+        return reply
 
     def _forget(self) -> None:
         """Drop the answers that all other ranks have read, or need not read any more."""

@@ -118,6 +118,7 @@ class Receiver:
         self._exclusion = parts.runtime.exclusion
         self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, parts.later)
         self._node_faults = NodeFaults()
+        self._are_any_lost = False  # else it makes no difference who gets on
         self._capacity = Capacity()
         self._may_grow: bool | None = None
         self._left_out: set[int] = set()
@@ -204,13 +205,14 @@ class Receiver:
         return [message, *self._parts.outcomes.propose(again=True)]
 
     def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
-        news: list[Event] = []
-        if (ended := self._parts.calls.take(run, call)) is not None:
-            number = run.launch.number
-            news.append(self._parts.evaluator.epoch_ended(number, ended))
-        if isinstance(call, Report | EndEpoch):
+        parts, news = self._parts, list[Event]()
+        if (ended := parts.calls.take(run, call)) is not None:
+            news.append(parts.evaluator.epoch_ended(run.launch.number, ended))
+        if self._are_any_lost and isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
-        return news + self._parts.outcomes.propose(again=True)
+        if parts.proposals.is_delayed:
+            news += parts.outcomes.propose(again=True)
+        return news
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
         parts, device = self._parts, message.device
@@ -314,14 +316,14 @@ class Receiver:
         return news
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
+        self._are_any_lost = True
         self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
-        if not self._node_faults.any_lost:
-            return []
         nodes = {self._exclusion.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
+        self._are_any_lost = self._node_faults.any_lost
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
@@ -352,10 +354,8 @@ class Receiver:
     # -- what no message tells --------------------------------------------------------------------
 
     def look(self) -> list[Event]:
-        """Look for runs that hang, and for what else nobody tells; now, and every few seconds."""
-        watchdog = self._parts.watchdog
-        self._parts.later(watchdog.look_every_s, self.look)
-        hung = watchdog.hung(self._runs.values())
+        """End runs that hang; say what else has changed."""
+        hung = self._parts.watchdog.hung(self._runs.values())
         return [*(event for each in hung for event in self._end_hung(each)), *self.changes()]
 
     def _end_hung(self, hung: Hung) -> list[Event]:
