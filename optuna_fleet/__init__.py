@@ -26,10 +26,9 @@ from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
-from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
 from optuna_fleet.images.compose_parts import take_apart
-from optuna_fleet.options import Checkpoints, Limits, Preflight
+from optuna_fleet.options import Checkpoints, Convergence, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall
 from optuna_fleet.trainer.trial import FleetTrial

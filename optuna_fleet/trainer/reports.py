@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.options import Convergence
 
 
 class Reports:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.options import Convergence
 from optuna_fleet.trainer.remote_trial import RemoteTrial
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Session

@@ -5,7 +5,6 @@
 - `planner` says when a plan is made and begins it, `problems` of what and where, `profiles` how
   fast trials train.
 - `clearance`: who may be widened or moved.
-- `convergence`: when a trial has converged.
 
 Others use `Controller` and `PolicyRules`: the driver of a call, and `replay`.
 """
