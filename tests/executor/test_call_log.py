@@ -74,15 +74,6 @@ def model(samples: int, epochs: int | None) -> Model:
     )
 
 
-def test_it_says_who_is_where_and_who_waits() -> None:
-    clocked = Clocked()
-    clocked.launched(3, 0, 2)
-    state = clocked.note(3, asked=(4, 5))
-    (run,) = state.runs
-    assert (run.trial, run.devices, run.start) == (3, (0, 2), 100.0)
-    assert (state.waiting, state.num_asked) == ((4, 5), 3)
-
-
 def test_it_knows_how_fast_a_trial_is() -> None:
     clocked = Clocked()
     clocked.launched(0, 0)
@@ -133,15 +124,6 @@ def test_what_is_costly_is_done_seldom() -> None:
     clocked.launched(0, 0)
     assert clocked.log.left_s == 100.5 + 50 - clocked.now
     assert clocked.note(after_s=50.0).every_s == 50.0
-
-
-def test_at_the_end_nobody_is_anywhere() -> None:
-    clocked = Clocked()
-    clocked.launched(0, 0)
-    clocked.note(0)
-    clocked.log.end("interrupted", 1)
-    state = clocked.states[-1]
-    assert (state.ending, state.runs, state.num_asked) == ("interrupted", (), 1)
 
 
 # -- a fleet --------------------------------------------------------------------------------------

@@ -12,20 +12,9 @@ import pytest
 
 from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.events import (
-    DeviceGone,
-    DeviceJoined,
-    DeviceLost,
-    Ending,
-    Launch,
     MoveMeasured,
 )
-from optuna_fleet.executor.call.journal import DeviceLog
-from optuna_fleet.executor.call.ranks import RunCalls
-from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.tally import Tally
-from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
-from optuna_fleet.wire.messages import Ended
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
@@ -104,58 +93,6 @@ def test_devices_that_join_are_known_while_the_call_runs() -> None:
     with FleetExecutor(devices=2, device_type="cpu") as fleet:  # they start with the call
         study.optimize(lambda trial: 0.0, n_trials=1, executor=fleet, callbacks=[look])
     assert seen == [[(0, None), (1, None)]]
-
-
-def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
-    devices, tally = log_of_two_nodes(), Tally(100.0, lambda decision: None)
-    devices.end(110.0)
-    run = RunRecord(launch=launch(0), start=104.0, calls=RunCalls(world_size=1))
-    ended = Ended(run_id=0, rank=0, device=0, time_s=0.0, ending=Ending.RETURNED)
-    tally.rank_ended(run, ended, 108.0)
-    summary = tally.summary(devices, 110.0, trials={}, left_out={})
-    assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
-    assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
-    assert "on 3 devices of 2 nodes (1.8 there on average)" in str(summary)
-    assert f"a device was idle for {(10 + 1 + 3) / 3:.1f} s" in str(summary)
-
-
-def log_of_two_nodes(record: Any = lambda spans, changed: None) -> DeviceLog:
-    """Device 3 is there from 100 s on, 0 and 1 of another node from 102 s to 105 s, 0 again."""
-    first = Device(index=3, node=0, kind="a100")
-    both = [Device(index=i, node=5, kind="cpu", node_name="late") for i in (0, 1)]
-    there = [first]
-    log = DeviceLog(record, lambda: there)
-    log.begin(100.0)
-
-    def note(now: float, *events: Any) -> None:
-        for event in events:
-            log.take(event, None, now)
-        log.write()
-
-    there += both
-    note(102.0, DeviceJoined(device=both[0]))
-    note(103.0, DeviceJoined(device=both[1]), DeviceLost(device=3))
-    note(105.0, DeviceGone(device=0), DeviceGone(device=1))
-    note(106.0, DeviceGone(device=1))  # again
-    note(108.0, DeviceJoined(device=both[0]))
-    return log
-
-
-def launch(number: int) -> Launch:
-    return Launch(run_id=number, number=number, devices=(), probe=False, measure=False, round=1)
-
-
-def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
-    told = []
-    log = log_of_two_nodes(lambda spans, changed: told.append((len(spans), changed)))
-    spans = [(s.device, s.node, s.kind, s.start, s.end) for s in log.spans]
-    assert spans == [
-        (3, "node 0", "a100", 100.0, None),
-        (0, "late", "cpu", 102.0, 105.0),
-        (1, "late", "cpu", 102.0, 105.0),
-        (0, "late", "cpu", 108.0, None),
-    ]
-    assert told == [(1, [0]), (3, [1, 2]), (3, [1, 2]), (4, [3])]
 
 
 def begin_slowly(trial: Any) -> float:
