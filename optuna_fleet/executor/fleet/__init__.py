@@ -6,5 +6,4 @@
   thread that waits for sockets and times; `connections`: who is at their other ends.
 - `transfer_server`: checkpoints and data sets.
 - `rendezvous`: where ranks find each other. `sharing`: which nodes exchange what is preprocessed.
-- `capacity`: what preprocessors give.
 """
