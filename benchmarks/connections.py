@@ -112,7 +112,7 @@ class Nodes:
         while True:
             time.sleep(SIGN_EVERY_S - time.time() % SIGN_EVERY_S)
             for agent in agents:
-                agent.channel.post(SignOfLife(agent=agent.agent))
+                agent.channel.post(SignOfLife())
 
     def _beat(self, number: int, every_s: float, peer: Peer) -> None:
         """All at full intervals of the clock, as they do it."""
@@ -185,7 +185,7 @@ class Watch:
         if self.name == BARE:
             runner: Any = fleet._runner
             connections: Connections = runner._runtime.connections
-            connections._listener.call(read_bare, connections)
+            connections.inbox.call_later(0.0, read_bare, connections)
         time.sleep(SETTLE_S)
         began, began_cpu = time.monotonic(), time.process_time()
         time.sleep(self.seconds)
@@ -198,7 +198,7 @@ class Watch:
 
 
 def read_bare(connections: Connections) -> None:
-    """In the place of the thread that reads: waits, reads and forgets, for ever."""
+    """In the place of the one that reads: waits, reads and forgets, for ever."""
     channels = [*connections.agents.values(), *connections.trainers.values()]
     poll = select.epoll()
     for channel in channels:

@@ -38,7 +38,7 @@ from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.executor.cluster.agent.entry import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
-from optuna_fleet.executor.cluster.engine import Departure, Engine, Inbox
+from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.policies import Own
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.progress import Progress
@@ -47,6 +47,7 @@ from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace, load_trace
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 BATCH = 16

@@ -14,8 +14,7 @@ import pytest
 import optuna_fleet
 from optuna_fleet.cli import main
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 
 COMMON = {"makespan_s", "trials", "rescales", "rounds", "decisions", "idle_s", "waiting_s"}
 COMMON |= {"solver_s"}

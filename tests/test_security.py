@@ -25,10 +25,9 @@ import pytest
 
 import optuna_fleet
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.executor.fleet import listener
+from optuna_fleet.wire import listener
 from optuna_fleet.wire.channel import HELLO, connect
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 from tests.fleets import Leg, fleet_of, train
 from tests.waiting import until
 
@@ -201,6 +200,7 @@ def test_strangers_change_nothing(
     assert not list(tmp_path.iterdir())
     assert len(said) == 1
     assert "A stranger was refused" in said[0]
+    assert connections.invitation.token not in said[0]
     assert threading.active_count() <= threads
     # It hears of the last ones' end.
     until(lambda: results(fleet, lambda trial: None) and open_files(fleet) <= files)

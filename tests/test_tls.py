@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
-from optuna_fleet.executor.fleet import addresses
 from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.wire import addresses
 from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire.channel import connect
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 from tests.test_channel import OTHERS, PATIENCE_S, Welcomed
 
 MARK = b"the objective, in the clear"

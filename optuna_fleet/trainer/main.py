@@ -37,12 +37,7 @@ from optuna_fleet.trainer.torch_import import once_torch_is_imported
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import (
-    Ended,
-    RunTrial,
-    TrainerReady,
-    TrainerUnfit,
-)
+from optuna_fleet.wire.messages import Ended, RunTrial, TrainerReady
 from optuna_fleet.wire.node_messages import ProcessId, Quit
 from optuna_fleet.wire.packing import pack, pack_error, plain
 
@@ -243,7 +238,7 @@ def trainer_main(
         return  # the sweep was over before this process had started
     process = ProcessId(agent, os.getpid())
     if problem := ailment_of(device):
-        channel.send(TrainerUnfit(device=device.index, process=process, problem=problem))
+        channel.send(TrainerReady(device=device.index, process=process, problem=problem))
         return
     trainer = Trainer(device, channel, pipeline, num_threads, dial)
     # The end of the channel is the end of the sweep: the agent ends this process too.

@@ -1,7 +1,7 @@
 """The control channel: framed messages between driver, agents and trainers, in mutual TLS.
 
 Nothing is unpickled, and no length is used, of a peer that has not shown the sweep's certificate
-(`optuna_fleet.wire.credentials`): who has let in whom is known before a `Channel` is made.
+(`optuna_fleet.wire.invitation`): who has let in whom is known before a `Channel` is made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from collections import deque
 from typing import Any
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.wire.credentials import tls_context
-from optuna_fleet.wire.invitation import Invitation, join_address
+from optuna_fleet.wire.invitation import Invitation, join_address, tls_context
 
 HELLO = b"optuna-fleet 3"
 """What who listens says first, as soon as it has let in who comes."""

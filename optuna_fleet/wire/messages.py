@@ -20,19 +20,11 @@ Place: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReady:
-    """First message of a trainer."""
+    """First message of a trainer; `problem`: its device does not work, and its process ends."""
 
     device: int
     process: ProcessId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerUnfit:
-    """In the place of `TrainerReady`: its device does not work, and its process ends."""
-
-    device: int
-    process: ProcessId
-    problem: str
+    problem: str = ""
 
 
 # -- driver to trainer ----------------------------------------------------------------------------

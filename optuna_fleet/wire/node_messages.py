@@ -59,12 +59,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class SignOfLife:
-    """Both ways, every second, where agents have leases: silence means that the other is gone.
-
-    `agent`: which one gives it; "" for the driver.
-    """
-
-    agent: str = ""
+    """Both ways, every second, where agents have leases: silence means that the other is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +190,6 @@ class TrainerExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionEnded:
-    """The connection of an agent ended. Nobody sends it: `Connections` makes it."""
-
-    agent: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeaving:
     """A node will be gone soon, as its engine says: nobody sends it."""
 
@@ -269,12 +257,10 @@ class PipelineReport:
 
     Attributes:
         stats: That.
-        num_most: Preprocessors that there may be.
         is_answer: It was asked for.
         agent: Who sends it.
     """
 
     agent: str
     stats: PipelineStats = field(default_factory=PipelineStats)
-    num_most: int = 0
     is_answer: bool = False

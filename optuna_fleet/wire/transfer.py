@@ -1,21 +1,27 @@
 """How a checkpoint travels between a trainer and the driver's folder, where no disk is shared.
 
 Likewise the data sets, to agents on other machines. On a connection of its own to the driver's
-listener, which `OpenTransfer` begins. A file goes as `Piece`s and a `Whole`; whoever has it
-verifies that. Neither end keeps more than a piece of it.
+listener, which `OpenTransfer` begins. A file goes in pieces, of which the last is empty; neither
+end keeps more than one.
 """
 
 from __future__ import annotations
 
-import hashlib
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
-from optuna_fleet.checkpoints.file import CheckpointError
+from optuna_fleet.checkpoints.file import CheckpointError, readable, written
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.wire.channel import Channel
 
 PIECE_BYTES = 1 << 20
+_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +31,7 @@ class OpenTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """A file follows, of this name, for the folder of this study; `Whole` or `Refused` answers."""
+    """A file follows, of this name, for the folder of this study; None or `Refused` answers."""
 
     study: str
     name: str
@@ -45,53 +51,110 @@ class GetDataSets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A piece of a file."""
-
-    data: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """The end of a file, and what it is as a whole."""
-
-    num_bytes: int
-    sha256: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """In the place of a file, or of its rest; `problem` is a sentence."""
 
     problem: str
 
 
-def send_file(channel: Channel, file: IO[bytes], *, stop: Callable[[], bool]) -> None:
+def send_file(
+    channel: Channel, file: IO[bytes], *, stop: Callable[[], bool] = lambda: False
+) -> None:
     """Send a file from its beginning; `stop` is asked before each piece."""
-    num_bytes, digest = 0, hashlib.sha256()
     file.seek(0)
     while not stop() and (data := file.read(PIECE_BYTES)):
-        channel.send(Piece(data=data))
-        num_bytes += len(data)
-        digest.update(data)
-    channel.send(Whole(num_bytes=num_bytes, sha256=digest.digest()))
+        channel.send(data)
+    channel.send(b"")
 
 
-def receive_file(receive: Callable[[], Any], write: Callable[[bytes], Any]) -> Whole:
-    """Receive a file, and verify it.
+def receive_file(receive: Callable[[], Any], write: Callable[[bytes], Any]) -> None:
+    """Receive a file.
 
     Raises:
-        CheckpointError: It is refused, or not what was sent.
+        CheckpointError: It is refused.
         EOFError: The other end is gone, and so are `OSError`s of `receive`.
     """
-    num_bytes, digest = 0, hashlib.sha256()
-    while isinstance(message := receive(), Piece):
-        write(message.data)
-        num_bytes += len(message.data)
-        digest.update(message.data)
-    if isinstance(message, Refused):
-        raise CheckpointError(message.problem)
-    whole = Whole(num_bytes=num_bytes, sha256=digest.digest())
-    if message != whole:
-        raise CheckpointError("A file did not arrive as it was sent.")
-    return whole
+    while data := receive():
+        if isinstance(data, Refused):
+            raise CheckpointError(data.problem)
+        write(data)
+
+
+class TransferServer:
+    """Serves each connection on a thread of its own; the driver's own thread never waits.
+
+    Args:
+        data_sets: Returns the path of the file with the data sets, if there is one.
+    """
+
+    def __init__(self, root: Path, data_sets: Callable[[], str | None] = lambda: None) -> None:
+        self._root = root
+        self._data_sets = data_sets
+        self._lock = threading.Lock()
+        self._at_work: dict[threading.Thread, Channel] = {}
+        self._is_closed = False
+
+    def serve(self, channel: Channel) -> None:
+        """Serve what a connection asks for, in the background, and close it then."""
+        thread = threading.Thread(
+            target=self._serve, args=(channel,), name="optuna-fleet-transfer", daemon=True
+        )
+        with self._lock:
+            try:
+                if not self._is_closed:
+                    self._at_work = {t: c for t, c in self._at_work.items() if t.is_alive()}
+                    thread.start()
+                    self._at_work[thread] = channel
+                    return
+            except RuntimeError:  # too many threads, or processes: the other end says so
+                pass
+        channel.close()
+
+    def close(self) -> None:
+        """Cut all connections. What has not arrived as a whole leaves nothing."""
+        with self._lock:
+            self._is_closed = True
+            at_work, self._at_work = self._at_work, {}
+        for thread, channel in at_work.items():
+            channel.cut()
+            thread.join()
+
+    # -- on a thread ------------------------------------------------------------------------------
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            self._answer(channel, _next(channel))
+            while True:  # until the other end has read all, and leaves
+                _next(channel)
+        except (EOFError, OSError):
+            pass
+        finally:
+            channel.close()
+
+    def _answer(self, channel: Channel, request: Any) -> None:
+        try:
+            path = self._path_of(request)
+            if isinstance(request, Get | GetDataSets):
+                with readable(path), Store(path.parent).read(path.name) as file:
+                    send_file(channel, file)
+                return
+            with written(path), Store(path.parent).write(path.name) as file:
+                receive_file(partial(_next, channel), file.write)
+            channel.send(None)
+        except CheckpointError as error:
+            channel.send(Refused(problem=str(error)))
+
+    def _path_of(self, request: Any) -> Path:
+        if isinstance(request, GetDataSets):
+            if (path := self._data_sets()) is None:
+                raise CheckpointError("There are none: the fleet has no pipeline, or has ended.")
+            return Path(path)
+        name = FileName.parse(request.name) if isinstance(request, Get | Put) else None
+        # What a trial leaves in the end is named by the driver only.
+        if name is None or (isinstance(request, Put) and not name.run):
+            raise CheckpointError(f"This was asked for, but is no checkpoint: {request!r:.200}.")
+        return StudyFolder(self._root, request.study).at(name)
+
+
+def _next(channel: Channel) -> Any:
+    return channel.receive(_SILENCE_S)  # its machine may be gone

@@ -9,19 +9,11 @@ import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from optuna_fleet.wire.packing import Pickler, is_tensor, pack
 
 _DEEPEST = 20
-
-
-class _Part(NamedTuple):
-    """A part of an object: the expression for it, and where the user's code has it."""
-
-    path: str
-    origin: str
-    value: Any
 
 
 def explained(
@@ -32,71 +24,68 @@ def explained(
 ) -> str:
     """What in `wholes`, by their names, can't be pickled by `dumps`, and why, in a sentence."""
 
-    def fails(part: _Part) -> bool:
-        if is_tensor(part.value):  # whose bytes would be copied
+    def fails(value: Any) -> bool:
+        if is_tensor(value):  # whose bytes would be copied
             return False
         try:
-            dumps(part.value)
+            dumps(value)
         except Exception:
             return True
         return False
 
-    inner = [_Part(name, origin, whole) for name, whole in wholes.items()]
     what, met = "Something in it", list[Any]()
+    parts = [(name, origin, whole) for name, whole in wholes.items()]
     for _ in range(_DEEPEST):
-        new = (part for part in inner if not any(part.value is each for each in met))
-        if (part := next(filter(fails, new), None)) is None:
+        new = (part for part in parts if not any(part[2] is each for each in met))
+        if (part := next((part for part in new if fails(part[2])), None)) is None:
             break
-        kind = type(part.value)
-        named = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-        what = f"`{part.path}`, {part.origin}, is of type `{named}`; it"
-        met.append(part.value)
-        inner = []
+        path, origin, value = part
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        what = f"`{path}`, {origin}, is of type `{kind}`; it"
+        met.append(value)
+        parts = []
         with suppress(Exception):  # of the user's own methods
-            inner = list(_parts(part))
+            parts = list(_parts(path, origin, value))
     return f"{what} can't be pickled ({type(error).__name__}: {error})."
 
 
-def _parts(part: _Part) -> Iterator[_Part]:
-    """What pickle takes along with a part."""
-    path, origin, value = part
-    if isinstance(value, dict):
-        yield from (_Part(f"{path}[{key!r:.40}]", origin, item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from (_Part(f"{path}[{n}]", origin, item) for n, item in enumerate(value))
-    elif isinstance(value, functools.partial):
-        for name in ("func", "args", "keywords"):
-            yield _Part(f"{path}.{name}", origin, getattr(value, name))
-    elif isinstance(value, types.MethodType):
-        yield _Part("self", f"the object of the method {value.__qualname__}", value.__self__)
-        yield _Part(path, origin, value.__func__)
-    elif isinstance(value, types.FunctionType):
-        yield from _of_function(value)
-    else:
-        yield from _of_instance(part)
+def _parts(path: str, origin: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """What pickle takes along with an object: the expression for it, where it is from, itself."""
+    match value:
+        case dict():
+            yield from ((f"{path}[{key!r:.40}]", origin, item) for key, item in value.items())
+        case list() | tuple() | set() | frozenset():
+            yield from ((f"{path}[{n}]", origin, item) for n, item in enumerate(value))
+        case functools.partial():
+            for name in ("func", "args", "keywords"):
+                yield f"{path}.{name}", origin, getattr(value, name)
+        case types.MethodType():
+            yield "self", f"the object of the method {value.__qualname__}", value.__self__
+            yield path, origin, value.__func__
+        case types.FunctionType():
+            where = os.path.basename(value.__code__.co_filename)
+            using = f"{value.__qualname__}() ({where}:{value.__code__.co_firstlineno})"
+            for name, item in _used_by(value).items():
+                yield name, f"which {using} uses", item
+        case _:
+            yield from _of_instance(path, origin, value)
 
 
-def _of_function(function: types.FunctionType) -> Iterator[_Part]:
-    code = function.__code__
-    where = (
-        f"{function.__qualname__}() ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
-    )
-    reduction: Any = Pickler(io.BytesIO()).reducer_override(function)
-    attributes, slots = reduction[2]
-    names = {**slots["__globals__"], **inspect.getclosurevars(function).nonlocals}
-    arguments = inspect.signature(function).parameters.values()
-    defaults = {each.name: each.default for each in arguments}
-    for name, value in {**names, **defaults, **attributes}.items():
-        yield _Part(name, f"which {where} uses", value)
-
-
-def _of_instance(part: _Part) -> Iterator[_Part]:
-    if isinstance(part.value, type):
-        path, state = part.value.__qualname__, dict(vars(part.value))
-    else:
-        path, state = part.path, part.value.__reduce_ex__(4)[2]
+def _of_instance(path: str, origin: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    is_class = isinstance(value, type)
+    state = vars(value) if is_class else value.__reduce_ex__(4)[2]
+    path = value.__qualname__ if is_class else path
     for attributes in state if isinstance(state, tuple) else (state,):
         for name, item in (attributes or {}).items():
             if name not in ("__dict__", "__weakref__"):
-                yield _Part(f"{path}.{name}", part.origin, item)
-    yield _Part(path, part.origin, type(part.value))
+                yield f"{path}.{name}", origin, item
+    yield path, origin, type(value)
+
+
+def _used_by(function: types.FunctionType) -> dict[str, Any]:
+    reduction: Any = Pickler(io.BytesIO()).reducer_override(function)
+    attributes, slots = reduction[2]
+    arguments = inspect.signature(function).parameters.values()
+    defaults = {each.name: each.default for each in arguments}
+    closure = inspect.getclosurevars(function).nonlocals
+    return {**slots["__globals__"], **closure, **defaults, **attributes}

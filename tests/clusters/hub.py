@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
-import queue
-import selectors
+import select
 import socket
 import sys
 from collections.abc import Callable
@@ -15,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.inbox import Inbox
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 
 AGENT = (sys.executable, str(Path(__file__).with_name("stub_agent.py")))
 
@@ -40,19 +37,6 @@ class Joined:
         self.sock.sendall(str(exit_code).encode())
 
 
-class Inbox:
-    """Where an engine puts departures: what can be waited for here."""
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue[Departure | LaunchError] = queue.SimpleQueue()
-        self.wake = os.eventfd(0)
-
-    def put(self, event: Departure | LaunchError) -> None:
-        """See `Inbox` of engines."""
-        self.events.put(event)
-        os.eventfd_write(self.wake, 1)
-
-
 class Hub:
     """Opens an engine; waits for what it does."""
 
@@ -62,6 +46,7 @@ class Hub:
         self.departures: list[Departure] = []
         self._inbox = Inbox()
         self._server = socket.create_server(("127.0.0.1", 0))
+        self._watch(self._server, self._accept)
         address = ("127.0.0.1", int(self._server.getsockname()[1]))
         self.invitation = Invitation(addresses=(address,), credentials=make_credentials())
 
@@ -74,11 +59,11 @@ class Hub:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._inbox.close()
         for agent in self.agents:
             agent.sock.close()
         self._server.close()
         self.engine.close()
-        os.close(self._inbox.wake)
 
     def nodes(self) -> list[str]:
         """Of the agents that are there, in order."""
@@ -95,25 +80,20 @@ class Hub:
     def wait_for(self, holds: Callable[[], Any]) -> None:
         """Handle what comes until something holds; the test's own timeout is the limit."""
         while not holds():
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._server, selectors.EVENT_READ, self._accept)
-                selector.register(self._inbox.wake, selectors.EVENT_READ, self._hear)
-                for agent in self.agents:
-                    hear = functools.partial(self._receive, agent)
-                    selector.register(agent.sock, selectors.EVENT_READ, hear)
-                for key, _ in selector.select():
-                    key.data()
+            match self._inbox.get():
+                case Departure() as departure:
+                    self.departures.append(departure)
 
-    def _hear(self) -> None:
-        os.eventfd_read(self._inbox.wake)
-        while not self._inbox.events.empty():
-            event = self._inbox.events.get()
-            if isinstance(event, LaunchError):
-                raise event
-            self.departures.append(event)
+    def _watch(self, sock: socket.socket, heard: Callable[[], None]) -> None:
+        def told(events: int) -> None:
+            heard()
+            self._inbox.put(None)  # it is looked again
+
+        self._inbox.call_later(0.0, self._inbox.watch, sock.fileno(), select.EPOLLIN, told)
 
     def _accept(self) -> None:
-        self.agents.append(Joined(self._server.accept()[0]))
+        self.agents.append(agent := Joined(self._server.accept()[0]))
+        self._watch(agent.sock, functools.partial(self._receive, agent))
 
     def _receive(self, agent: Joined) -> None:
         data = b""
@@ -121,6 +101,7 @@ class Hub:
             data = agent.sock.recv(4096)
         if not data:
             self.agents.remove(agent)
+            self._inbox.unwatch(agent.sock.fileno())
             agent.sock.close()
             return
         for line in data.splitlines():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optuna_fleet import processes
-from optuna_fleet.executor.cluster.agent import placed
+from optuna_fleet.executor.cluster import ray as ray_adapter
 from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
 from tests.clusters.hub import AGENT
 
@@ -58,8 +58,8 @@ def _actors_that_import_little() -> Iterator[None]:
     """What they run travels with them, else each imports all of the package for it."""
     from ray import cloudpickle
 
-    for module in (placed, processes):
+    for module in (ray_adapter, processes):
         cloudpickle.register_pickle_by_value(module)
     yield
-    for module in (placed, processes):
+    for module in (ray_adapter, processes):
         cloudpickle.unregister_pickle_by_value(module)

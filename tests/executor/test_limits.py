@@ -32,7 +32,7 @@ from optuna_fleet.executor.call import driver
 from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.watchdog import Hung, Watchdog
-from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
+from optuna_fleet.executor.cluster.agent.children import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer import heartbeat

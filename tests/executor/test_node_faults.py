@@ -28,7 +28,7 @@ from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.fleet import agents
-from optuna_fleet.executor.fleet.inbox import Inbox
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 from tests import leftovers
 from tests.executor.test_nodes import _tree, runtime_of

@@ -21,8 +21,7 @@ from optuna_fleet import FleetConfigError, FleetExecutor, JoinCluster, LocalClus
 from optuna_fleet.executor import fleet_runner
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.fleet import agents
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, make_credentials
 from tests.fleets import Leg, fleet_of, train
 from tests.nursery import Forked, Nursery
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import math
 import os
 import select
 import socket
@@ -44,7 +43,7 @@ from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.fleet import faults
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.agents import NOTICE_S
-from optuna_fleet.executor.fleet.connections import AgentSilent
+from optuna_fleet.executor.fleet.connections import AgentUnheard
 from optuna_fleet.executor.fleet.nodes import LEASE_S, Startup
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
@@ -57,7 +56,6 @@ from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
-    ConnectionEnded,
     KillTrainer,
     NodeLost,
     PipelineReport,
@@ -142,7 +140,6 @@ class FakeHub:
         self.agents: dict[str, Any] = {}
         self.trainers: dict[ProcessId, Any] = {}
         self.sent: list[Any] = []
-        self.heard: dict[str, float] = {}
         self.inbox = FakeInbox()
 
     def send(self, channel: Any, message: Any) -> None:
@@ -152,11 +149,8 @@ class FakeHub:
     def has_ended(self, agent: str) -> bool:
         return agent not in self.agents
 
-    def last_heard(self, agent: str) -> float:
-        return self.heard.get(agent, math.inf)
-
     def cut(self, agent: str) -> None:
-        self.inbox.put(ConnectionEnded(agent=agent))
+        self.inbox.later(0.5, AgentUnheard(agent=agent, cause="its connection ended"))
 
     def give_up(self, agent: str, *events: Any) -> None:
         self.agents.pop(agent, None)
@@ -346,7 +340,7 @@ def test_a_trainer_that_is_not_ready_in_time_is_killed(
 # -- nodes ---------------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_silent_is_lost_and_another_of_its_name_may_join(
+def test_a_node_keeps_its_name_until_it_is_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
@@ -356,31 +350,17 @@ def test_a_node_that_is_silent_is_lost_and_another_of_its_name_may_join(
     assert hub.lease_s == LEASE_S
     for name in ("here", "there"):
         join(runtime, f"agent of {name}", node=name)
-    join(runtime, "namesake")
+    for name in ("here", "there"):
+        join(runtime, f"namesake {name}", node=name)
     wait(runtime, 5)
-    assert runtime.nodes.get("namesake") is None
-    (lost,) = hear(runtime, AgentSilent(agent="agent of here"))
-    assert lost.text == "Node here was lost: nothing was heard of it for 10 s."
-    wait(runtime, 1)
-    assert runtime.nodes.get("namesake") is not None
+    (lost,) = hear(runtime, AgentUnheard(agent="agent of here", cause="it is silent"))
+    assert lost.text == "Node here was lost: it is silent."
+    assert hub.sent[2:] == []
+    wait(runtime, 7)
+    assert {node.agent for node in runtime.nodes} == {"namesake here", "agent of there"}
+    (_, (to, refused)) = hub.sent[2:]  # the other is told what it is to be
+    assert (to, type(refused)) == ("namesake there", Refused)
     assert engine.done == ["open", "end here"]
-    runtime.close()
-
-
-def test_a_node_that_lives_keeps_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    runtime = new_runtime(engine, tmp_path, has_leases=True)
-    hub: Any = runtime.connections
-    join(runtime, "1st")
-    join(runtime, "2nd")
-    wait(runtime, 3)
-    assert hub.sent[1:] == []
-    hub.heard["1st"] = time.monotonic() + 1.5
-    wait(runtime, 1)
-    ((to, refused),) = hub.sent[1:]
-    assert (to, type(refused)) == ("2nd", Refused)
     runtime.close()
 
 

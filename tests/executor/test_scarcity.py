@@ -21,7 +21,7 @@ from optuna_fleet import LaunchError
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.cluster.agent import agent
-from optuna_fleet.executor.cluster.agent.kept import Kept
+from optuna_fleet.executor.cluster.agent.children import Kept
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.checkpoints import checkpoint

@@ -15,7 +15,7 @@ from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.owners import Plan
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Peers
-from optuna_fleet.wire.credentials import make_credentials
+from optuna_fleet.wire.invitation import make_credentials
 
 CREDENTIALS, OTHERS = make_credentials(), make_credentials()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.fleet.sharing import ChunkSharing
+from optuna_fleet.executor.fleet.pipelines import ChunkSharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey

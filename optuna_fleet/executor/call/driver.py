@@ -40,6 +40,7 @@ from optuna_fleet.executor.call.summary import counted
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.calls import AfterEpoch
+from optuna_fleet.wire.inbox import Inbox
 
 SILENT_S = 5.0
 """A call that takes longer without a result says what is under way."""
@@ -63,7 +64,7 @@ class Driver:
         self._controller = controller
         self._receiver = Receiver(parts)
         self._is_deciding = self._has_spoken = self._is_over = False
-        self.interrupts = Interrupts()
+        self.interrupts = Interrupts(parts.runtime.inbox)
         self.has_freed_devices = False
 
     def run(self) -> None:
@@ -81,9 +82,14 @@ class Driver:
             self._decide([*events, *self._look(), *parts.checks.look()])
             self._note_progress()
             while not self._is_over:
-                for message in runtime.heard(runtime.inbox.get()):
+                if (event := runtime.inbox.get()) is None:
+                    self.interrupts.check()
+                messages = runtime.heard(event)
+                for message in messages:
                     if news := self._receiver.take(message):
                         self._decide(news)
+                if not messages:  # it was of concern to the fleet alone
+                    self._decide(self._receiver.changes())
             self.has_freed_devices = True
             parts.devices.end(self._journal.now())
             self._end_log("failed" if parts.outcomes.failure else "done")
@@ -247,10 +253,12 @@ class Interrupts:
     """While entered, a Ctrl-C that was dropped is remembered.
 
     Python drops what is raised while a finalizer or the callback of a weak reference runs, as they
-    do each time that a database's cursor is let go of.
+    do each time that a database's cursor is let go of. And nothing is raised where a message could
+    be lost by it that was read already.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
         self._came = False
 
     def __enter__(self) -> None:
@@ -265,7 +273,9 @@ class Interrupts:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._came = True
-        raise KeyboardInterrupt
+        if not self._inbox.is_at_work:
+            raise KeyboardInterrupt
+        self._inbox.put(None)  # whoever takes comes back to `check`
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one came, which can only have been dropped."""

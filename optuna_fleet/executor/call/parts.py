@@ -21,7 +21,6 @@ from optuna_fleet.executor.call.stop_lines import StopLines
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.tally import PipelineLog, Tally
 from optuna_fleet.executor.call.watchdog import Watchdog
-from optuna_fleet.executor.fleet.inbox import Readable
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.preflight.findings import Findings
@@ -29,6 +28,7 @@ from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.inbox import Readable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

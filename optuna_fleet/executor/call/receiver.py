@@ -227,7 +227,7 @@ class Receiver:
         ]
         if message.is_last:  # before anything else is launched there
             news += [*self._device_lost(device), DeviceLost(device=device)]
-        news += self._runtime.rank_ended(message)
+        self._runtime.rank_ended(message)
         if message.has_device_failed and message.error is not None:
             news = self._lost(run, device, message.error.description) + news
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):

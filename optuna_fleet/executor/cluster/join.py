@@ -9,9 +9,10 @@ from pathlib import Path
 
 from optuna_fleet.arguments import check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.engine import Cluster, Engine, Inbox
+from optuna_fleet.executor.cluster.engine import Cluster, Engine
 from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 

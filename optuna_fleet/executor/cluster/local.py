@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
-import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optuna_fleet.arguments import check_number, check_that
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.agent.entry import environment
 from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.cluster.engine import Cluster, Engine, agent_ended
-from optuna_fleet.executor.cluster.placing import PlacingEngine
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import cpu_count
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 
@@ -75,14 +73,13 @@ class LocalCluster(Cluster):
         return LocalEngine(self, options, cores=cores, threads=max(1, left // len(devices)))
 
 
-class LocalEngine(PlacingEngine):
+class LocalEngine(Engine):
     """Starts the agents of a `LocalCluster`, and another one where one has ended."""
 
     host = "127.0.0.1"
     more_may_join = False
 
     def __init__(self, cluster: LocalCluster, options: Options, cores: int, threads: int) -> None:
-        super().__init__("This machine", end_limit_s=None)
         self.has_leases = cluster.nodes > 1
         self._cluster = cluster
         kinds: Sequence[str | None] = cluster.kinds or [None] * cluster.nodes
@@ -92,10 +89,15 @@ class LocalEngine(PlacingEngine):
         self._threads = threads
         self._agents: dict[str, AgentProcess] = {}
 
-    def _prepare(self, invitation: Invitation) -> None:
-        self._invitation = invitation
-        for node in self._kinds:
-            self._start(node)
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
+        """See `Engine`."""
+        self._invitation, self._inbox = invitation, inbox
+        try:
+            for node in self._kinds:
+                self._start(node)
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, node: str) -> None:
         given = AgentOptions(
@@ -108,38 +110,31 @@ class LocalEngine(PlacingEngine):
             cores=self._cores,
         )
         process = self._agents[node] = AgentProcess(given, self._threads)
-        pidfd = os.dup(process.fileno())  # which is closed where it is ended
+        self._inbox.call_when_readable(process, self._ended, node, process)
 
-        def watch() -> None:
-            ended = select.poll()
-            ended.register(pidfd, select.POLLIN)
-            ended.poll()
-            os.close(pidfd)
-            self._heard.put((node, process))
-
-        self._begin(watch)
-
-    def _act(self) -> float:
-        for node in self._ends():
-            if node in self._agents:
-                self._agents[node].kill()
-            if node in self._left_out:
-                self._agents.pop(node, None)
-        return math.inf
-
-    def _take(self, ended: tuple[str, AgentProcess]) -> None:
-        node, process = ended
-        if self._agents.get(node) is process and not self._closed.is_set():
-            process.close()
-            self._start(node)
-            self._inbox.put(agent_ended(node, process.exit_code or 0, is_replaced=True))
+    def _ended(self, node: str, process: AgentProcess) -> None:
+        process.close()
+        if self._agents.get(node) is process:
+            try:
+                self._start(node)
+            except LaunchError as error:
+                self._inbox.put(error)
+            else:
+                self._inbox.put(agent_ended(node, process.exit_code or 0, is_replaced=True))
 
     def expected(self) -> Sequence[str]:
         """See `Engine`."""
         return tuple(self._agents)
 
-    def _leave(self) -> None:
-        self._act()  # who is still starting would meet with no one
+    def end(self, node: str, *, for_good: bool = False) -> None:
+        """See `Engine`."""
+        if node in self._agents:
+            self._agents[node].kill()
+        if for_good:
+            self._agents.pop(node, None)
+
+    def close(self) -> None:
+        """See `Engine`."""
         agents, self._agents = self._agents, {}
         for process in agents.values():
             process.close()

@@ -5,19 +5,28 @@ from __future__ import annotations
 import importlib
 import logging
 import operator
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.agent.placed import Placed
-from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, agent_ended
-from optuna_fleet.executor.cluster.placing import PlacingEngine
+from optuna_fleet.executor.cluster.engine import (
+    Cluster,
+    Departure,
+    Engine,
+    PlacingEngine,
+    agent_ended,
+)
 from optuna_fleet.executor.given import Options
+from optuna_fleet.processes import dying_with_parent
 from optuna_fleet.wire.invitation import Invitation
 
 _LOOK_EVERY_S = 2.0
@@ -75,6 +84,16 @@ def ray_module() -> Any:
     except ImportError as error:
         needs = f"RayCluster needs Ray, which can't be imported ({error})"
         raise FleetConfigError(f"{needs}: `pip install 'optuna-fleet[ray]'`.") from error
+
+
+class Placed:
+    """An actor, with which the agent dies that is its child."""
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Start Python with these arguments; return its exit code."""
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        given = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return subprocess.call(dying_with_parent(sys.executable, *arguments), env=given)
 
 
 class RayEngine(PlacingEngine):
@@ -167,7 +186,7 @@ class RayEngine(PlacingEngine):
         devices = [f"--device-type={kind}"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
         run = actor.run.remote([*self._agent, "--name", name, *devices], self._environment)
         self._actors[name] = actor, run.future()
-        self._actors[name][1].add_done_callback(lambda end: self._heard.put(None))
+        self._actors[name][1].add_done_callback(lambda end: self._roused.set())
 
     def _await(self, number: int, nodes: list[str]) -> None:
         """Have so many actors wait for nodes beside these."""

@@ -1,9 +1,9 @@
 """What outlives a call: nodes, their trainers, the channels to them. Others use `Runtime`.
 
-- `runtime` joins the rest. `agents` and `nodes`: who joins, is silent, leaves. `trainers`: the
-  life of the processes on devices. `faults`: who is left out.
-- `inbox`: the one queue of what happens, messages, departures and times. `listener` has the one
-  thread that waits for sockets and times; `connections`: who is at their other ends.
-- `transfer_server`: checkpoints and data sets.
-- `rendezvous`: where ranks find each other. `sharing`: which nodes exchange what is preprocessed.
+- `runtime` joins the rest; what happens comes by its inbox, where `connections` puts what agents
+  and trainers say.
+- `agents` and `nodes`: who joins, is silent, leaves. `trainers`: the life of the processes on
+  devices. `faults`: who is left out.
+- `rendezvous`: where ranks find each other. `pipelines`: what the nodes' pipelines have done, and
+  who shares chunks.
 """

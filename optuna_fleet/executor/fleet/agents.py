@@ -13,16 +13,15 @@ from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
+from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults
-from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, LEASE_S, Node, Nodes, Startup
+from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes, Startup
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
     AgentFailed,
     AgentJoining,
-    ConnectionEnded,
     NodeLeaving,
     NoticeGiven,
     Quit,
@@ -38,13 +37,6 @@ _NAMESAKE = (
     "Another node named {name} asks to join: give it another name, as in `optuna-fleet agent "
     "--name node-2`."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutOff:
-    """The connection of an agent ended a moment ago, and the engine could have said why."""
-
-    agent: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +87,7 @@ class Agents:
         self._set_up = set_up
         self._faults = faults
         self._failed_starts: Counter[str] = Counter()
-        self._namesakes: dict[str, float] = {}  # agents that wait for a name, and since when
+        self._namesakes: set[str] = set()  # agents that have waited for a name
         self._left_out: set[str] = set()  # names of nodes, as the next
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
@@ -142,7 +134,6 @@ class Agents:
 
     def joining(self, joining: AgentJoining) -> None:
         """An agent asks to join; it may have to wait for the name, and asks again then."""
-        since = self._namesakes.pop(joining.agent, None)
         node = self.nodes.named(joining.node)
         if self._connections.has_ended(joining.agent):  # its successor may be there by now
             self._connections.give_up(joining.agent)
@@ -154,8 +145,16 @@ class Agents:
             departure = Departure(node=node.name, cause="its connection ended", is_replaced=True)
             gone = NodeGone(agent=node.agent, departure=departure)
             self._connections.give_up(node.agent, gone, joining)
+        elif self._engine.has_leases and joining.agent not in self._namesakes:
+            # The one that is there may be frozen or cut off: its lease tells.
+            self._namesakes.add(joining.agent)
+            self.inbox.later(LEASE_S + 2 * SIGN_EVERY_S, joining)
+            fleet_logger.info(
+                f"Another node named {joining.node} asks to join: it takes the place of the one "
+                f"that is there, should nothing be heard of that for {LEASE_S:g} s."
+            )
         else:
-            self._namesake_joining(joining, node, since)
+            self._refuse(joining, _NAMESAKE.format(name=joining.node))
 
     def _admit(self, joining: AgentJoining) -> None:
         self._failures.pop(joining.node, None)  # of the one before
@@ -191,41 +190,16 @@ class Agents:
         self.tell(joining.agent, Refused(problem=problem))
         self._connections.give_up(joining.agent)
 
-    def _namesake_joining(self, joining: AgentJoining, node: Node, since: float | None) -> None:
-        """The one that is there may be frozen or cut off: its lease tells.
-
-        It lives if it gives a sign of life; the last may be as old as the gap between two.
-        """
-        now = time.monotonic()
-        since = now if since is None else since
-        heard = self._connections.last_heard(node.agent)
-        if not self._engine.has_leases or SIGN_EVERY_S < heard - since < math.inf:
-            self._refuse(joining, _NAMESAKE.format(name=joining.node))
-            return
-        if since == now:
-            fleet_logger.info(
-                f"Another node named {joining.node} asks to join: it takes the place of the one "
-                f"that is there, should nothing be heard of that for {LEASE_S:g} s."
-            )
-        self._namesakes[joining.agent] = since
-        self.inbox.later(SIGN_EVERY_S / 2, joining)
-
     # -- leaving ----------------------------------------------------------------------------------
 
     def failed(self, message: AgentFailed) -> None:
         """The last words of an agent."""
         self._failures[message.node] = message.problem
 
-    def cut_off(self, ended: ConnectionEnded) -> None:
-        """The connection of an agent has ended; its engine may be about to say why."""
-        self.inbox.later(CAUSE_LIMIT_S, CutOff(agent=ended.agent))
-
-    def unheard(self, event: CutOff | AgentSilent) -> None:
-        """An agent is not heard of any more, and nobody says why."""
+    def unheard(self, event: AgentUnheard) -> None:
+        """An agent is not heard of any more, and its engine has not said why."""
         if (node := self.nodes.get(event.agent)) is not None:
-            silent = f"nothing was heard of it for {LEASE_S:g} s"
-            cause = silent if isinstance(event, AgentSilent) else "its connection ended"
-            departure = Departure(node=node.name, cause=cause)
+            departure = Departure(node=node.name, cause=event.cause)
             self._connections.give_up(node.agent, NodeGone(agent=node.agent, departure=departure))
             self._engine.end(node.name)
 
@@ -255,6 +229,10 @@ class Agents:
             is_replaced = self._ended(told)
         elif node is not None:
             self.startup.over(node.name)
+        if node is not None:
+            self._notices.pop(node.name, None)  # it is none of the next
+            self.nodes.leave(node)
+            self.startup.forget_trainers(node.agent)
         return node, told.cause, is_replaced
 
     def _explained(self, departure: Departure) -> Departure:
@@ -335,12 +313,6 @@ class Agents:
         if nodes != self._wanted:
             self._wanted = nodes
             self._engine.want(nodes)
-
-    def forget(self, node: Node) -> None:
-        """A node has left; its notice is none of the next."""
-        self._notices.pop(node.name, None)
-        self.nodes.leave(node)
-        self.startup.forget_trainers(node.agent)
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node, whose end is heard of, be it out of the engine's reach."""

@@ -8,22 +8,19 @@ import resource
 import select
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.fleet.addresses import own_addresses
-from optuna_fleet.executor.fleet.inbox import Inbox
-from optuna_fleet.executor.fleet.listener import Listener
+from optuna_fleet.wire.addresses import own_addresses
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.credentials import make_credentials
-from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import TrainerReady, TrainerUnfit
+from optuna_fleet.wire.inbox import Inbox
+from optuna_fleet.wire.invitation import Invitation, make_credentials
+from optuna_fleet.wire.listener import Listener
+from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
     AgentJoining,
-    ConnectionEnded,
     ProcessId,
     SignOfLife,
     TrainerExited,
@@ -33,16 +30,15 @@ from optuna_fleet.wire.transfer import OpenTransfer
 
 _ALL = ("", "*", "0.0.0.0", "::")
 _MOST_DESCRIPTORS = 65_536
-_MOST_WAITING, _FEW_WAITING = 16, 4
-"""So many messages of a trainer may wait to be taken: no more are read until few are left. Those
-of others are not far behind then, and a trainer that says too much waits itself."""
+_CAUSE_LIMIT_S = 0.5  # after the end of a connection, in which the engine may say why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSilent:
-    """Nothing was heard of an agent for as long as its lease."""
+class AgentUnheard:
+    """An agent says nothing more, for a `cause` in words."""
 
     agent: str
+    cause: str
 
 
 @dataclass(slots=True, eq=False)
@@ -50,46 +46,31 @@ class _Peer:
     """One connection.
 
     Attributes:
-        go_on: Has more of a trainer be read.
         agent: Of which agent it is, or its trainer; "" until it has said so.
-        is_agent: Of the agent itself.
+        process: Of which trainer it is.
         heard: When the agent last gave a sign of life; infinite until it is up.
-        num_read: Messages of a trainer, and how many of them were taken. Each has one writer.
     """
 
     channel: Channel
-    go_on: Callable[[_Peer], None]
-    number: int = field(init=False)
     agent: str = ""
-    is_agent: bool = False
+    process: ProcessId | None = None
     heard: float = math.inf
-    num_read: int = 0
-    num_taken: int = 0
-    is_paused: bool = False
-
-    def __post_init__(self) -> None:
-        self.number = self.channel.fileno()
-
-    def taken(self) -> None:
-        """A message was; on the caller's thread."""
-        self.num_taken += 1
-        if self.is_paused and self.num_read - self.num_taken <= _FEW_WAITING:
-            self.go_on(self)
 
 
 class Connections:
     """Accepts the agents and trainers of one executor; what they say is put into the inbox.
 
-    Its thread never waits for one of them: not for the rest of a message, nor until one takes a
-    message. What has the time in it is said in order: what a trainer has said comes before the
-    news of its death, and all that a node has said before the news of its loss.
+    Nobody waits for one of them: not for the rest of a message, nor until one takes a message.
+    What a node has said comes in order: a trainer's first word after that it was started, its last
+    before the news of its death, and all before the news of the node's loss. What a trainer says
+    is read as it is taken, so that one that says too much waits itself.
 
     Args:
         host: Address to listen on; None for all.
         port: To listen on; 0 for any that is free.
 
     Attributes:
-        inbox: Where all that happens is put.
+        inbox: Where all that happens is put; all here is done in its turns but what is public.
         agents: Channels by incarnation.
         trainers: Channels by process: a device's next trainer is another one.
         on_transfer: Is given the connections that carry checkpoints.
@@ -103,26 +84,21 @@ class Connections:
         self.agents: dict[str, Channel] = {}
         self.on_transfer: Callable[[Channel], None] = Channel.close
         self._peers: dict[Channel, _Peer] = {}
+        self._dead: set[ProcessId] = set()  # of which nothing had come yet
         self._lease_s = math.inf
-        self._read_now: list[tuple[Any, Callable[[], None] | None]] = []
         self.inbox = Inbox()
-        self._listener = Listener(
-            host,
-            credentials,
-            self._welcome,
-            self._tell,
-            on_turn=self._hand_over,
-            on_failure=self._failed,
-            port=port,
-        )
-        self.inbox.sockets = self._listener
+        try:
+            self._listener = Listener(
+                *(self.inbox, host, credentials, self._welcome, self.inbox.put), port=port
+            )
+        except BaseException:
+            self.inbox.close()
+            raise
         self.host, self.port = self._listener.host, self._listener.port
         hosts = own_addresses() if host is None else (host,)
         self.invitation = Invitation(
             addresses=tuple((one, self.port) for one in hosts), credentials=credentials
         )
-
-    # -- what the caller's thread does ------------------------------------------------------------
 
     def send(self, channel: Channel | None, message: Any) -> None:
         """Send a message; a peer that is gone is found out by its end of stream."""
@@ -131,17 +107,12 @@ class Connections:
         with contextlib.suppress(OSError):
             channel.post(message)
             if channel.has_unsent:
-                self._listener.call(self._watch, channel)
+                self.inbox.call_later(0.0, self._watch, channel)
 
     def has_ended(self, agent: str) -> bool:
         """Whether an agent is gone, though what it has said may not all have been read."""
         channel = self.agents.get(agent)
         return channel is None or channel.has_hung_up
-
-    def last_heard(self, agent: str) -> float:
-        """When an agent last gave a sign of life; infinite if it is not up, or not there."""
-        peer = self._peers.get(self.agents.get(agent))  # type: ignore[arg-type]
-        return math.inf if peer is None else peer.heard
 
     def cut(self, agent: str) -> None:
         """End the connection of an agent, whose end is read like any other."""
@@ -153,69 +124,52 @@ class Connections:
 
         These events are put behind all that they have said.
         """
-        self._listener.call(self._give_up, agent, events)
+        self.inbox.call_later(0.0, self._give_up, agent, events)
 
     def keep_leases(self, lease_s: float) -> None:
         """Begin to give signs of life to agents, and to tell which give none for so long."""
         self._lease_s = lease_s
-        self._listener.call(self._give_signs)
+        self.inbox.call_later(0.0, self._give_signs)
 
     def close(self) -> None:
         """Close every channel and stop accepting."""
-        self._listener.close()
         self.inbox.close()
+        self._listener.close()
         for channel in self._peers:
             channel.close()
 
-    # -- on the thread of the sockets -------------------------------------------------------------
-
-    def _tell(self, event: Any) -> None:
-        self._read_now.append((event, None))
-
-    def _hand_over(self) -> None:
-        if self._read_now:
-            read, self._read_now = self._read_now, []
-            self.inbox.put_all(read)
-
-    def _failed(self, error: Exception) -> None:
-        text = f"The driver can't hear of its nodes any more: {type(error).__name__}: {error}"
-        self.inbox.put(LaunchError(text))
+    # -- in a turn --------------------------------------------------------------------------------
 
     def _welcome(self, channel: Channel) -> None:
-        self._peers[channel] = _Peer(channel, partial(self._listener.call, self._go_on))
+        self._peers[channel] = _Peer(channel)
         self._watch(channel)
 
     def _watch(self, channel: Channel) -> None:
-        """Wait until a peer says more, unless it has said enough, and until it takes more."""
-        if (peer := self._peers.get(channel)) is None:
-            return
-        reads = 0 if peer.is_paused else select.EPOLLIN
-        if events := reads | (select.EPOLLOUT if channel.has_unsent else 0):
-            self._listener.watch(peer.number, events, partial(self._attend, peer))
-        else:  # or its end would be told without end
-            self._listener.unwatch(peer.number)
+        """Wait until a peer says more, and until it takes more if something is left."""
+        if (peer := self._peers.get(channel)) is not None:
+            events = select.EPOLLIN | (select.EPOLLOUT if channel.has_unsent else 0)
+            self.inbox.watch(channel.fileno(), events, partial(self._attend, peer))
 
     def _attend(self, peer: _Peer, events: int) -> None:
         if peer.channel.has_unsent:
             with contextlib.suppress(OSError):
                 peer.channel.flush()
             self._watch(peer.channel)
-        if events & ~select.EPOLLOUT and not peer.is_paused:
-            self._read(peer, is_all=peer.is_agent)
+        if events & ~select.EPOLLOUT and (self.inbox.is_taken or peer.process is None):
+            self._read(peer, is_all=peer.process is None)
 
-    def _read(self, peer: _Peer, *, is_all: bool) -> None:
+    def _read(self, peer: _Peer | None, *, is_all: bool) -> None:
         """Read what a peer has said, if it is there as a whole, or all of it."""
-        channel = peer.channel
-        while channel.has_message():
+        while peer is not None and peer.channel in self._peers and peer.channel.has_message():
             try:
-                message = channel.receive()
+                message = peer.channel.receive()
             except (EOFError, OSError) as error:
                 if isinstance(error, ConnectionAbortedError):
-                    self._tell(str(error))
+                    self.inbox.put(str(error))
                 self._drop(peer)
                 return
             self._hear(peer, message)
-            if not is_all or channel not in self._peers:
+            if not is_all:
                 return
 
     def _hear(self, peer: _Peer, message: Any) -> None:
@@ -229,40 +183,39 @@ class Connections:
                 return
             case AgentJoining():
                 self.agents[message.agent] = peer.channel
-                peer.agent, peer.is_agent = message.agent, True
-            case TrainerReady() | TrainerUnfit():
-                self.trainers[message.process] = peer.channel
-                peer.agent = message.process.agent
-            case TrainerStarted():
+                peer.agent = message.agent
+            case TrainerReady(process=process):
+                self._read(self._at(self.agents.get(process.agent)), is_all=True)
+                if process in self._dead:
+                    self._drop(peer)
+                    return
+                self.trainers[process] = peer.channel
+                peer.agent, peer.process = process.agent, process
+            case TrainerStarted(process=process):
                 peer.heard = time.monotonic()  # from now on silence is none of a start
-            case TrainerExited() if channel := self.trainers.get(message.process):
-                self._read(self._peers[channel], is_all=True)
-        if peer.is_agent:
-            self._tell(message)
-        else:
-            peer.num_read += 1
-            self._read_now.append((message, peer.taken))
-            if peer.num_read - peer.num_taken >= _MOST_WAITING and not peer.is_paused:
-                peer.is_paused = True
-                self._watch(peer.channel)
-                self._go_on(peer)  # they may have been taken meanwhile
+                self._dead.discard(process)  # whose number is used again
+            case TrainerExited(process=process):
+                if (channel := self.trainers.get(process)) is None:
+                    self._dead.add(process)
+                self._read(self._at(channel), is_all=True)
+        self.inbox.put(message)
 
-    def _go_on(self, peer: _Peer) -> None:
-        if peer.is_paused and peer.num_read - peer.num_taken <= _FEW_WAITING:
-            peer.is_paused = False
-            self._watch(peer.channel)
+    def _at(self, channel: Channel | None) -> _Peer | None:
+        return None if channel is None else self._peers.get(channel)
 
     def _drop(self, peer: _Peer) -> None:
         self._forget(peer)
         peer.channel.close()
-        if peer.is_agent and self.agents.get(peer.agent) is peer.channel:
+        if peer.process is not None:
+            self.trainers.pop(peer.process, None)
+        elif self.agents.get(peer.agent) is peer.channel:
             del self.agents[peer.agent]
-            self._tell(ConnectionEnded(agent=peer.agent))
-        for process in [p for p, c in self.trainers.items() if c is peer.channel]:
-            del self.trainers[process]
+            self._dead = {process for process in self._dead if process.agent != peer.agent}
+            ended = AgentUnheard(agent=peer.agent, cause="its connection ended")
+            self.inbox.later(_CAUSE_LIMIT_S, ended)
 
     def _forget(self, peer: _Peer) -> None:
-        self._listener.unwatch(peer.number)
+        self.inbox.unwatch(peer.channel.fileno())
         self._peers.pop(peer.channel, None)
 
     def _give_up(self, agent: str, events: Iterable[Any]) -> None:
@@ -271,7 +224,7 @@ class Connections:
             if peer.channel in self._peers:
                 self._drop(peer)
         for event in events:
-            self._tell(event)
+            self.inbox.put(event)
 
     def _give_signs(self) -> None:
         for agent, channel in self.agents.items():
@@ -281,10 +234,11 @@ class Connections:
             if channel.has_unsent:
                 self._watch(channel)
             peer = self._peers[channel]
-            if peer.heard <= self._listener.now - self._lease_s:
+            if peer.heard <= self.inbox.now - self._lease_s:
                 peer.heard = math.inf
-                self._tell(AgentSilent(agent=agent))
-        self._listener.later(SIGN_EVERY_S, self._give_signs)
+                cause = f"nothing was heard of it for {self._lease_s:g} s"
+                self.inbox.put(AgentUnheard(agent=agent, cause=cause))
+        self.inbox.call_later(SIGN_EVERY_S, self._give_signs)
 
 
 def _allow_descriptors() -> None:

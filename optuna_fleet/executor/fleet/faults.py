@@ -113,13 +113,13 @@ class Exclusion:
         problem = late.problem + (f" ({state})" if state else "")
         fleet_logger.warning(f"{problem}; it is killed, to be replaced by another one.")
         if isinstance(process, ProcessId):
-            self.kill(self._trainers.device_of(process), process)
+            self.kill(process)
         else:
             self._agents.end(process, problem)
 
-    def kill(self, device: int, process: ProcessId) -> None:
+    def kill(self, process: ProcessId) -> None:
         """Kill a trainer; its successor announces itself."""
-        self._trainers.kill(device, process)
+        self._trainers.kill(process)
         self._agents.tell(process.agent, KillTrainer(pid=process.pid))
 
     def end_stopped_agent(self, late: KillLate) -> None:
@@ -132,8 +132,7 @@ class Exclusion:
 
     def _end_trainers(self, device: int) -> None:
         if (process := self._trainers.process_on(device)) is not None:
-            self._trainers.kill(device, process)
-        self._trainers.leave_out(device)
+            self._trainers.kill(process)
         self._agents.tell_node_of(device, LeaveOut(device=device))
 
 

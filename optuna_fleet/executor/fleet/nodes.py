@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from optuna_fleet.executor.fleet.inbox import Inbox
 from optuna_fleet.resources import Device
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.node_messages import AgentJoining, ProcessId
 
 LEASE_S = 10.0
@@ -21,9 +21,6 @@ LEASE_S = 10.0
 
 DRIVER_LEASE_S = 6.0
 """Seconds without a word from the driver after which an agent ends, and all its children."""
-
-CAUSE_LIMIT_S = 0.5
-"""For so long after a connection's end the engine may say what became of the agent."""
 
 
 @dataclass(slots=True, kw_only=True)

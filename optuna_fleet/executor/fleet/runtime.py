@@ -19,25 +19,23 @@ from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending,
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.executor.fleet.agents import Agents, CutOff, NodeGone, NoticeDue
-from optuna_fleet.executor.fleet.connections import AgentSilent, Connections
+from optuna_fleet.executor.fleet.agents import Agents, NodeGone, NoticeDue
+from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
 from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
+from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
-from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.wire.messages import Ended, TrainerReady, TrainerUnfit
+from optuna_fleet.wire.messages import Ended, TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentFailed,
     AgentJoining,
     ChunksShared,
-    ConnectionEnded,
     NodeLost,
     NoticeGiven,
     OpenStore,
@@ -48,6 +46,7 @@ from optuna_fleet.wire.node_messages import (
     TrainerExited,
     TrainerStarted,
 )
+from optuna_fleet.wire.transfer import TransferServer
 
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 10.0
@@ -130,9 +129,7 @@ class Runtime:
             str: fleet_logger.warning,
             Departure: agents.departs,
             NodeGone: self._lose,
-            AgentSilent: agents.unheard,
-            CutOff: agents.unheard,
-            ConnectionEnded: agents.cut_off,
+            AgentUnheard: agents.unheard,
             AgentFailed: agents.failed,
             NoticeGiven: agents.noticed,
             NoticeDue: lambda due: agents.leaving(due.node),
@@ -140,7 +137,6 @@ class Runtime:
             KillLate: self.exclusion.end_stopped_agent,
             AgentJoining: self._joining,
             TrainerStarted: self._trainer_started,
-            TrainerUnfit: self._trainer_unfit,
             TrainerReady: self._trainer_changed,
             TrainerExited: self._trainer_changed,
             StoreReady: self._store_ready,
@@ -173,7 +169,6 @@ class Runtime:
         node, cause, is_replaced = self.agents.gone(event)
         if node is None:
             return ()
-        self.agents.forget(node)
         self.sharing.left(node.agent)
         dead = self.trainers.node_lost(node.agent)
         self.trainers.have_served.difference_update(device.index for device in node.devices)
@@ -201,15 +196,14 @@ class Runtime:
         elif self.trainers.started(message.device, message.process):
             self.agents.startup.started(message.process, name)
 
-    def _trainer_unfit(self, message: TrainerUnfit) -> None:
-        if self.nodes.get(message.process.agent):
-            self.agents.startup.over(message.process)
-            self.trainers.retire(message.device, message.process)
-            self.exclusion.device_failed(message.device, message.problem)
-
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> Sequence[Any]:
         self.agents.startup.over(message.process)
-        return (message,)
+        if not isinstance(message, TrainerReady) or not message.problem:
+            return (message,)
+        if self.nodes.get(message.process.agent):
+            self.trainers.retire(message.device, message.process)
+            self.exclusion.device_failed(message.device, message.problem)
+        return ()
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
@@ -255,20 +249,20 @@ class Runtime:
             events.append(DeviceLeaving(device=device))
         return events
 
-    def rank_ended(self, message: Ended) -> list[Event]:
+    def rank_ended(self, message: Ended) -> None:
         """Note what the end of a rank says of its trainer and its device."""
         if message.has_device_failed:
             problem = message.error.description if message.error is not None else ""
             self.exclusion.device_failed(message.device, problem)
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
             self.faults.worked(message.device)
-        process = self.trainers.process_on(message.device) if message.is_last else None
-        return [] if process is None else self.trainers.retire(message.device, process)
+        if message.is_last and (process := self.trainers.process_on(message.device)) is not None:
+            self.trainers.retire(message.device, process)
 
     def kill(self, device: int) -> None:
         """Kill the trainer of a device; its successor announces itself."""
         if (process := self.trainers.process_on(device)) is not None:
-            self.exclusion.kill(device, process)
+            self.exclusion.kill(process)
 
     @property
     def are_starting(self) -> bool:

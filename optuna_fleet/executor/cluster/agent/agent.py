@@ -20,10 +20,13 @@ from typing import Any
 
 from optuna_fleet.checkpoints.store import remove_all
 from optuna_fleet.executor.cluster.agent.checking import Checking
+from optuna_fleet.executor.cluster.agent.children import (
+    LOOK_EVERY_S,
+    Kept,
+    MemoryKills,
+    heed_notice,
+)
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
-from optuna_fleet.executor.cluster.agent.kept import Kept
-from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
-from optuna_fleet.executor.cluster.agent.notice import Notice
 from optuna_fleet.executor.cluster.config import NodeSetup
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.owners import Plan
@@ -108,8 +111,9 @@ class Agent:
             OSError: The same; or it has been silent for too long.
         """
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_driver)
-        if self._notice_s is not None:
-            self._heed_notice(self._notice_s)
+        if (notice_s := self._notice_s) is not None:
+            notice = NoticeGiven(agent=self._name, in_s=notice_s)
+            heed_notice(self._selector, lambda: self._channel.send(notice))
         is_told = False
         try:
             self._open_pipeline()
@@ -125,14 +129,6 @@ class Agent:
             self._forks.kill_all()
             if not is_told and _has_ended(self._setup.driver_pid):
                 remove_all(self._setup.private_folder or "")
-
-    def _heed_notice(self, notice_s: float) -> None:
-        def noticed(mask: int) -> None:
-            self._selector.unregister(notice)
-            self._channel.send(NoticeGiven(agent=self._name, in_s=notice_s))
-
-        notice = Notice()
-        self._selector.register(notice, selectors.EVENT_READ, noticed)
 
     def _is_told_to_quit(self) -> bool:
         """Whether the driver's last word was that: it may have hung up since."""
@@ -206,7 +202,7 @@ class Agent:
             raise TimeoutError(f"nothing was heard of it for {silence_s:g} s")
         if now - self._said >= SIGN_EVERY_S:
             self._said = now
-            self._channel.send(SignOfLife(agent=self._name))
+            self._channel.send(SignOfLife())
 
     def _look_after(self) -> None:
         self._keep_lease()
@@ -331,7 +327,6 @@ class Agent:
             report = PipelineReport(
                 agent=self._name,
                 stats=self._pipeline.stats(),
-                num_most=self._setup.pipeline.num_preprocessors,
                 is_answer=is_answer,
             )
             self._channel.send(report)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import selectors
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from optuna_fleet.executor.cluster.agent.kept import Kept
-from optuna_fleet.executor.fleet.listener import Listener
+from optuna_fleet.executor.cluster.agent.children import Kept
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.owners import Peer, Plan
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
+from optuna_fleet.wire.inbox import Inbox
+from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
 
 _READER = "other nodes"
@@ -76,7 +78,9 @@ class Sharing:
         from optuna_fleet.pipeline.exchange.giver import Giver  # needs torch, as all readers do
 
         giver = Giver(self.peers, sock, news, look_ahead=self.look_ahead)
-        listener = Listener(self.host, self.peers.credentials, giver.welcome)
+        inbox = Inbox()
+        listener = Listener(inbox, self.host, self.peers.credentials, giver.welcome)
+        threading.Thread(target=inbox.get, daemon=True).start()
         peer = Peer(agent=self.peers.agent, host=self.host, port=listener.port)
         send(news, ChunksShared(peer=peer))
         giver.serve()

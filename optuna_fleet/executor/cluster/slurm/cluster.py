@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,8 @@ from typing import Any
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, agent_ended
-from optuna_fleet.executor.cluster.placing import PlacingEngine
 from optuna_fleet.executor.cluster.slurm.commands import (
+    Allocation,
     agent_command,
     ask_allocation,
     in_a_step,
@@ -33,6 +34,7 @@ from optuna_fleet.executor.cluster.slurm.commands import (
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import cause_of_death, outlet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 
 _SAME_NOTICE_S = 1.0  # Slurm may signal the driver, and the batch script, which signals it too
@@ -121,18 +123,18 @@ class _Node:
     """One of the allocation's.
 
     Attributes:
-        due: When an srun is to be started there, by the monotonic clock.
         srun: The one that runs an agent there; None while there is none.
         said: Its last lines, and those of the agent.
+        rest: What it has said of a line.
     """
 
     name: str
-    due: float = 0.0
-    srun: subprocess.Popen[str] | None = None
+    srun: subprocess.Popen[bytes] | None = None
     said: str = ""
+    rest: bytes = b""
 
 
-class SlurmEngine(PlacingEngine):
+class SlurmEngine(Engine):
     """Starts agents in the allocation that this process is in: an srun for each of its nodes.
 
     Slurm ends no agent for us: those of lost nodes end by their own leases.
@@ -141,20 +143,22 @@ class SlurmEngine(PlacingEngine):
     more_may_join = False
 
     def __init__(self, job: str, agent: Sequence[str], notice_s: float) -> None:
-        super().__init__("Slurm", end_limit_s=_END_LIMIT_S + 2 * _KILL_LIMIT_S)
         self._job, self._agent, self._notice_s = job, agent, notice_s
         self._nodes: dict[str, _Node] = {}
         self._running: set[_Node] = set()
         self._handlers: dict[int, Any] = {}
+        self._is_closed = True
 
-    def _prepare(self, invitation: Invitation) -> None:
+    def open(self, invitation: Invitation, inbox: Inbox) -> None:
+        """See `Engine`."""
         own = invitation.environment() | {"SLURM_JOB_ID": self._job}
         self._environment = without_options(os.environ) | own
+        self._inbox = inbox
         names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
         self._nodes = {name: _Node(name) for name in names}
         self._gpus: Mapping[str, int] = {}
         self._limit = math.inf
-        self._look_due = 0.0
+        self._has_looked = self._is_closed = False
         self._how = "had no node to start an agent on."
         self._notice: tuple[str, float] | None = None
         self._ending = ""
@@ -163,6 +167,7 @@ class SlurmEngine(PlacingEngine):
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._handlers[number] = signal.signal(number, self._signalled)
+        self._look()
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """Slurm, or the batch script, says that the job is to end; a later SIGTERM is meant."""
@@ -171,7 +176,6 @@ class SlurmEngine(PlacingEngine):
             self._noticed_at = now
             self._ending = f"job {self._job} got {signal.Signals(number).name}"
             self._tell(self._ending, time.time() + self._notice_s)
-            self._heard.put(None)
         elif number == signal.SIGTERM and now - self._noticed_at > _SAME_NOTICE_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -184,56 +188,82 @@ class SlurmEngine(PlacingEngine):
 
     def expected(self) -> Sequence[str]:
         """See `Engine`."""
-        return [name for name in tuple(self._nodes) if name not in self._left_out]
+        return tuple(self._nodes)
+
+    def end(self, node: str, *, for_good: bool = False) -> None:
+        """See `Engine`."""
+        if for_good:
+            self._nodes.pop(node, None)
 
     def close(self) -> None:
-        """See `Engine`: waits for the agents' end, which is near, or ends them."""
+        """See `Engine`: waits a little for the agents' end, which is near, then ends them."""
         if threading.current_thread() is threading.main_thread():
             while self._handlers:
                 signal.signal(*self._handlers.popitem())
-        super().close()
+        self._nodes, self._is_closed = {}, True
+        for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
+            deadline = time.monotonic() + limit_s
+            for node in list(self._running):
+                assert node.srun is not None
+                try:
+                    _, said = node.srun.communicate(timeout=max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    node.srun.send_signal(number)
+                else:
+                    self._running.discard(node)
+                    self._take(node, said)
+        while self._running:
+            self._running.pop().srun.wait()  # type: ignore[union-attr] # it is killed
 
-    # -- on its thread ----------------------------------------------------------------------------
-
-    def _act(self) -> float:
-        now = time.monotonic()
-        if now >= self._look_due:
-            self._look()
-        for name in self._left_out.intersection(self._nodes):
-            del self._nodes[name]
-        for node in [node for node in self._nodes.values() if node.srun is None]:
-            if self._ending:
-                self._lose(node, "")
-            elif node.due <= now:
-                self._start(node)
-        if not self._nodes:
-            self._give_up()
-        dues = [node.due for node in self._nodes.values() if node.srun is None]
-        return max(0.0, min([self._look_due, *dues]) - time.monotonic())
+    # -- in a turn of the inbox, but `_look` ------------------------------------------------------
 
     def _look(self) -> None:
         """Ask for the nodes, and for the time limit, which may have been put off meanwhile."""
-        is_first, self._look_due = self._look_due == 0.0, math.inf
-        with contextlib.suppress(LaunchError):  # srun has more patience, and says what is wrong
-            there = ask_allocation(self._job)
-            if is_first:  # nodes that have failed are no longer in it
-                self._nodes = {name: _Node(name) for name in there.nodes}
-                self._gpus = there.gpus
-            if there.end != self._limit and not self._ending:
-                self._limit = there.end
-                self._tell(f"job {self._job} reaches its time limit", there.end)
-                self._look_due = time.monotonic() + there.end - _LOOK_AGAIN_S - time.time()
+        inbox = self._inbox
 
-    def _give_up(self) -> None:
-        problem = f"The srun of job {self._job} {self._how}"
+        def ask() -> None:  # for minutes, perhaps
+            there = None
+            with contextlib.suppress(
+                LaunchError
+            ):  # srun has more patience, and says what is wrong
+                there = ask_allocation(self._job)
+            inbox.call_later(0.0, self._looked, there)
+
+        threading.Thread(target=ask, name="optuna-fleet-slurm", daemon=True).start()
+
+    def _looked(self, there: Allocation | None) -> None:
+        is_first, self._has_looked = not self._has_looked, True
+        if self._is_closed:
+            return
+        if there is not None and is_first:  # nodes that have failed are no longer in it
+            self._nodes = {name: _Node(name) for name in there.nodes}
+            self._gpus = there.gpus
+        if there is not None and there.end != self._limit and not self._ending:
+            self._limit = there.end
+            self._tell(f"job {self._job} reaches its time limit", there.end)
+            if there.end < math.inf:
+                self._inbox.call_later(there.end - _LOOK_AGAIN_S - time.time(), self._look)
+        if is_first:
+            for node in list(self._nodes.values()):
+                self._start(node)
+            self._give_up_without_nodes()
+
+    def _give_up_without_nodes(self) -> None:
+        if self._nodes or self._is_closed:
+            return
+        problem, after_s = f"The srun of job {self._job} {self._how}", 0.0
         if self._ending:
             assert self._notice is not None
-            self._closed.wait(max(0.0, self._notice[1] - time.time()))  # Slurm ends us as well
+            after_s = self._notice[1] - time.time()  # Slurm ends us as well
             problem = f"Slurm has ended the agents of job {self._job}: {self._ending}."
-        if not self._closed.is_set():
-            raise LaunchError(problem)
+        self._inbox.later(after_s, LaunchError(f"Slurm can't place agents any more: {problem}"))
 
     def _start(self, node: _Node) -> None:
+        if self._nodes.get(node.name) is not node or self._is_closed:
+            return
+        if self._ending:
+            self._lose(node, "")
+            return
         gpus = self._gpus.get(node.name)
         options = (f"--nodelist={node.name}", *([f"--gpus={gpus}"] if gpus else []))
         try:
@@ -243,56 +273,58 @@ class SlurmEngine(PlacingEngine):
                 stdin=subprocess.DEVNULL,
                 stdout=outlet(sys.__stdout__),
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
                 start_new_session=True,  # a Ctrl-C is for the driver
             )
         except OSError as error:
-            raise LaunchError(f"`srun` can't be started: {error}") from error
-        node.said = ""
+            self._inbox.put(LaunchError(f"`srun` can't be started: {error}"))
+            return
+        node.said, node.rest = "", b""
         self._running.add(node)
+        assert srun.stderr is not None
+        number = srun.stderr.fileno()
+        self._inbox.watch(number, select.EPOLLIN, lambda events: self._hear(node, number))
 
-        def listen() -> None:
-            assert srun.stderr is not None
-            with srun.stderr as lines:
-                for line in lines:
-                    self._heard.put((node, line))
-            self._heard.put((node, ""))
-
-        self._begin(listen)
-
-    def _take(self, word: tuple[_Node, str]) -> None:
-        """An agent or its srun has said a line, or ended."""
-        node, line = word
-        if not line:
+    def _hear(self, node: _Node, number: int) -> None:
+        """An agent or its srun has said something, or ended."""
+        if not self._is_closed and (said := os.read(number, 1 << 16)):
+            self._take(node, said)
+            return
+        self._inbox.unwatch(number)
+        if not self._is_closed:
             self._ended(node)
-            return
-        is_over = self._ending or self._closed.is_set() or _TASK_ENDED.match(line)
-        is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
-        if is_sruns and (is_over or not line.startswith("srun: error: ")):
-            return
-        node.said = "".join([*node.said.splitlines(keepends=True)[1 - _LAST_LINES :], line])
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(line, end="", file=sys.__stderr__, flush=True)
+
+    def _take(self, node: _Node, said: bytes) -> None:
+        text, _, node.rest = (node.rest + said).rpartition(b"\n")
+        for line in text.decode(errors="replace").splitlines(keepends=True):
+            is_over = self._ending or self._is_closed or _TASK_ENDED.match(line)
+            is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
+            if is_sruns and (is_over or not line.startswith("srun: error: ")):
+                continue
+            line = line.rstrip() + "\n"
+            node.said = "".join([*node.said.splitlines(keepends=True)[1 - _LAST_LINES :], line])
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(line, end="", file=sys.__stderr__, flush=True)
 
     def _ended(self, node: _Node) -> None:
         """Have another agent started, now or later, or tell that there is none any more."""
         assert node.srun is not None
-        code, now = node.srun.wait(), time.monotonic()
+        assert node.srun.stderr is not None
+        node.srun.stderr.close()
+        code = node.srun.wait()
         self._how = f"ended with {cause_of_death(code)}. It said:\n{node.said}"
         node.srun = None
         self._running.discard(node)
         refused = refusal(node.said)
-        if node.name not in self._nodes or self._closed.is_set():
+        if self._nodes.get(node.name) is not node:
             return
         if self._ending or any(sign in node.said for sign in _GONE):
             self._lose(node, "Slurm says that it is gone")
         elif refused is not None and may_pass(refused):
-            node.due = now + _PUT_OFF_S
+            self._inbox.call_later(_PUT_OFF_S, self._start, node)
         else:
             exit_code = 128 - code if code > 128 else code  # so it says by which signal
             self._inbox.put(agent_ended(node.name, exit_code, is_replaced=True))
-            node.due = now + _RESTART_AFTER_S
+            self._inbox.call_later(_RESTART_AFTER_S, self._start, node)
             if self._notice is not None:  # it is about the agent that comes next, too
                 cause, by = self._notice
                 self._inbox.put(Departure(node=node.name, cause=cause, by=by))
@@ -301,18 +333,4 @@ class SlurmEngine(PlacingEngine):
         del self._nodes[node.name]
         cause = f"Slurm ends its job: {self._ending}" if self._ending else cause
         self._inbox.put(Departure(node=node.name, cause=cause))
-
-    def _leave(self) -> None:
-        """Wait a little for the ends of all sruns, and listen to them; then end them."""
-        self._nodes = {}
-        for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
-            deadline = time.monotonic() + limit_s
-            while self._running and (left_s := deadline - time.monotonic()) > 0:
-                self._hear(left_s)
-            for node in self._running:
-                assert node.srun is not None
-                node.srun.send_signal(number)
-        for node in self._running:
-            assert node.srun is not None
-            node.srun.wait()
-        self._running.clear()
+        self._give_up_without_nodes()

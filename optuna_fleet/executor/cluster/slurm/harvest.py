@@ -15,8 +15,7 @@ from pathlib import Path
 
 from optuna_fleet.arguments import check_number, check_that, path
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine
-from optuna_fleet.executor.cluster.placing import PlacingEngine
+from optuna_fleet.executor.cluster.engine import Cluster, Departure, Engine, PlacingEngine
 from optuna_fleet.executor.cluster.slurm.commands import (
     Job,
     agent_command,

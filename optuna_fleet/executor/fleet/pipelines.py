@@ -1,4 +1,4 @@
-"""What the pipelines of all nodes have done, and which share their chunks. Pure."""
+"""The pipelines of all nodes: what they have done, and who shares chunks. Pure."""
 
 from __future__ import annotations
 

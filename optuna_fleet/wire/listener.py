@@ -1,4 +1,4 @@
-"""Where agents and trainers knock, and the one thread that waits for sockets and for times.
+"""Where agents and trainers knock.
 
 Whoever has the sweep's certificate gets in, and nobody else, however many strangers come. What a
 stranger gets of this process is a descriptor for a while, and the memory of a handshake, for
@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
-import itertools
-import os
 import select
 import socket
 import ssl
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.wire.channel import HANDSHAKE_LIMIT_S, HELLO, Channel
-from optuna_fleet.wire.credentials import tls_context
-from optuna_fleet.wire.invitation import join_address
+from optuna_fleet.wire.inbox import Inbox
+from optuna_fleet.wire.invitation import join_address, tls_context
 
 _BACKLOG = 1024
 _MAX_APPLICANTS = 128
+_AT_ONCE = 32
 _TURN_S = 0.5  # no applicant makes room for another one before this
 _QUIET_S = 60.0
 _RETRY_S = 0.1
@@ -44,16 +39,12 @@ class _Applicant:
 
 
 class Listener:
-    """Accepts authenticated connections on a background thread, which watches others too.
-
-    All that is given to it is called on that thread, and must not block.
+    """Accepts authenticated connections, in the turns of an inbox.
 
     Args:
         host: Address to bind; None for all.
         on_connect: Called with each authenticated channel.
         on_refusal: Called with a sentence when strangers came; at most once a minute.
-        on_turn: Called after each look at the sockets, with all done that they had for it.
-        on_failure: Called when anything of this has failed: that is the end of it.
 
     Raises:
         FleetConfigError: The address can't be bound.
@@ -61,134 +52,67 @@ class Listener:
 
     def __init__(
         self,
+        inbox: Inbox,
         host: str | None,
         credentials: bytes,
         on_connect: Callable[[Channel], None],
         on_refusal: Callable[[str], None] = lambda text: None,
-        on_turn: Callable[[], None] = lambda: None,
-        on_failure: Callable[[Exception], None] | None = None,
         *,
         port: int = 0,
     ) -> None:
+        self._inbox = inbox
         self._context = tls_context(credentials, is_server=True)
         self._on_connect = on_connect
         self._on_refusal = on_refusal
-        self._on_turn = on_turn
-        self._on_failure = on_failure
-        self._is_closed = False
         self._applicants: list[_Applicant] = []  # the oldest first
         self._num_refused = 0
         self._refused = ""
         self._is_quiet = False
-        self._calls: deque[Callable[[], None]] = deque()
-        self._times: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._handlers: dict[int, Callable[[int], None]] = {}
         self._socket = _bound(host, port)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
-        self._poll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.now = time.monotonic()
-        self.watch(self._wake, select.EPOLLIN, self._heed)
-        self._resume()
-        self._thread = threading.Thread(target=self._run, name="optuna-fleet-sockets", daemon=True)
-        self._thread.start()
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have something called on the thread; of any thread, or a signal handler."""
-        if not self._is_closed:
-            self._calls.append(partial(function, *arguments))
-            os.eventfd_write(self._wake, 1)
+        inbox.call_later(0.0, self._resume)
 
     def close(self) -> None:
-        """Accept no more connections, and watch nothing."""
-        self.call(self._end)
-        self._thread.join()
+        """Accept no more connections, when the inbox is closed."""
         for applicant in self._applicants:
             applicant.sock.close()
         self._socket.close()
-        self._poll.close()
-        os.close(self._wake)
 
-    # -- on the thread ----------------------------------------------------------------------------
-
-    def watch(self, number: int, events: int, handler: Callable[[int], None]) -> None:
-        """Call a handler, with the events, whenever a descriptor has one of these."""
-        change = self._poll.modify if number in self._handlers else self._poll.register
-        self._handlers[number] = handler
-        change(number, events)
-
-    def unwatch(self, number: int) -> None:
-        """Watch it no more; to be called before it is closed."""
-        if self._handlers.pop(number, None) is not None:
-            self._poll.unregister(number)
-
-    def later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call something so many seconds from now, when all is read that had come by then."""
-        due = time.monotonic() + seconds
-        call: Callable[[], None] = partial(function, *arguments)
-        heapq.heappush(self._times, (due, next(self._order), call))
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closed:
-                self._take_turn()
-        except Exception as error:
-            if self._on_failure is None:
-                raise
-            self._on_failure(error)
-
-    def _take_turn(self) -> None:
-        # What is due now is done after all was read that is there now: so those who were not
-        # heard of in time did say nothing, however long this process was stopped.
-        self.now = now = time.monotonic()
-        wait_s = max(0.0, self._times[0][0] - now) if self._times else None
-        for number, events in self._poll.poll(wait_s):
-            if (handler := self._handlers.get(number)) is not None:
-                handler(events)
-        self._on_turn()
-        if self._times and self._times[0][0] <= now:
-            while self._times and self._times[0][0] <= now:
-                heapq.heappop(self._times)[2]()
-            self._on_turn()
-
-    def _heed(self, events: int) -> None:
-        os.eventfd_read(self._wake)
-        while self._calls:
-            self._calls.popleft()()
-
-    def _end(self) -> None:
-        self._is_closed = True
-
-    # -- who knocks -------------------------------------------------------------------------------
+    # -- in a turn --------------------------------------------------------------------------------
 
     def _pause(self, seconds: float) -> None:
         """Accept nobody for a while; who comes waits in the kernel's queue."""
-        self.unwatch(self._socket.fileno())
-        self.later(seconds, self._resume)
+        self._inbox.unwatch(self._socket.fileno())
+        self._inbox.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
-        self.watch(self._socket.fileno(), select.EPOLLIN, self._accept)
+        self._inbox.watch(self._socket.fileno(), select.EPOLLIN, self._accept)
 
     def _accept(self, events: int) -> None:
+        for _ in range(_AT_ONCE):
+            if not self._has_accepted():
+                break
+
+    def _has_accepted(self) -> bool:
         if len(self._applicants) >= _MAX_APPLICANTS:
             left_s = self._applicants[0].deadline - time.monotonic() - HANDSHAKE_LIMIT_S + _TURN_S
             if left_s > 0:  # all have come just now, as when a large fleet starts
                 self._pause(left_s)
-                return
+                return False
         try:
             sock, address = self._socket.accept()
         except BlockingIOError:
-            return  # it went away again
+            return False
         except OSError:  # out of file descriptors, which may pass
             if self._applicants:
                 self._refuse(self._applicants[0], "was in the way: too many files are open")
             self._pause(_RETRY_S)
-            return
+            return False
         if len(self._applicants) >= _MAX_APPLICANTS:
             self._refuse(self._applicants[0], "was one of too many at once")
         self._welcome(sock, join_address(address[0].removeprefix("::ffff:"), address[1]))
+        return True
 
     def _welcome(self, sock: socket.socket, address: str) -> None:
         try:
@@ -203,16 +127,18 @@ class Listener:
         applicant = _Applicant(sock=tls, address=address, deadline=deadline)
         self._applicants.append(applicant)
         if len(self._applicants) == 1:
-            self.later(HANDSHAKE_LIMIT_S, self._refuse_late)
-        self.watch(tls.fileno(), select.EPOLLIN, partial(self._hear, applicant))
+            self._inbox.call_later(HANDSHAKE_LIMIT_S, self._refuse_late)
+        self._inbox.watch(tls.fileno(), select.EPOLLIN, partial(self._hear, applicant))
+        self._hear(applicant)  # its first words may be there
 
     def _refuse_late(self) -> None:
-        while self._applicants and self._applicants[0].deadline <= self.now:
+        while self._applicants and self._applicants[0].deadline <= self._inbox.now:
             self._refuse(self._applicants[0], "did not prove itself in time")
         if self._applicants:
-            self.later(self._applicants[0].deadline - time.monotonic(), self._refuse_late)
+            left_s = self._applicants[0].deadline - time.monotonic()
+            self._inbox.call_later(left_s, self._refuse_late)
 
-    def _hear(self, applicant: _Applicant, events: int) -> None:
+    def _hear(self, applicant: _Applicant, events: int = 0) -> None:
         try:
             applicant.sock.do_handshake()
             channel = Channel(applicant.sock)
@@ -237,7 +163,7 @@ class Listener:
 
     def _forget(self, applicant: _Applicant) -> None:
         self._applicants.remove(applicant)
-        self.unwatch(applicant.sock.fileno())
+        self._inbox.unwatch(applicant.sock.fileno())
         self._resume()  # there is a place again
 
     def _report(self) -> None:
@@ -246,7 +172,7 @@ class Listener:
             return
         others = f", and {self._num_refused - 1} before it" if self._num_refused > 1 else ""
         self._num_refused = 0
-        self.later(_QUIET_S, self._report)
+        self._inbox.call_later(_QUIET_S, self._report)
         self._on_refusal(
             f"A stranger was refused on the control channel: {self._refused}{others}. The sweep "
             f"goes on; further ones are reported after {_QUIET_S:g} s."

@@ -1,0 +1,168 @@
+"""Where a driver waits: for sockets, for times, and for what its other threads have to say."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from optuna_fleet.exceptions import LaunchError
+
+_AWAY_S = 0.1
+
+
+class Readable(Protocol):
+    """Something with a file descriptor that becomes readable."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        ...
+
+
+class Inbox:
+    """Messages, ends of connections, departures, times: in the order in which they came.
+
+    Whoever takes waits for the sockets itself, so that a message wakes one thread. While nobody
+    takes, a thread looks at them ten times a second: signs of life are given, and nodes let in.
+
+    Any thread may put or call, and any signal handler put; one thread takes. What is called must
+    not block: it is called in a turn, and no two turns are taken at a time.
+
+    Attributes:
+        now: When the turn began.
+        is_taken: Whether the turn is that of somebody who takes.
+        is_at_work: Likewise, and it does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.is_taken = self.is_at_work = False
+        self._there: deque[Any] = deque()
+        self._times: list[tuple[float, int, Callable[[], Any]]] = []
+        self._order = itertools.count()
+        self._handlers: dict[int, Callable[[int], Any]] = {}
+        self._copies: set[int] = set()  # of descriptors that are waited for
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_waiting = False
+        self._turn = threading.Lock()
+        self._is_over = threading.Event()
+        self.watch(self._wake, select.EPOLLIN, lambda events: os.eventfd_read(self._wake))
+        self._thread = threading.Thread(
+            target=self._stand_in, name="optuna-fleet-sockets", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, event: Any) -> None:
+        """Tell whoever takes; an exception is raised there, now and ever after."""
+        self._there.append(event)
+        self._rouse()
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """Take the next event, waiting for it; None if there is none within so many seconds."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._there:
+            with self._turn:
+                self.is_taken = True
+                try:
+                    self._take_turn(deadline)
+                finally:
+                    self.is_taken = self.is_at_work = False
+            if not self._there and time.monotonic() >= deadline:
+                return None
+        if isinstance(event := self._there[0], BaseException):
+            raise event
+        return self._there.popleft()
+
+    def later(self, seconds: float, event: Any) -> None:
+        """Put an event so many seconds from now, behind all that was said by then."""
+        self.call_later(seconds, self._there.append, event)
+
+    def call_later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call something so many seconds from now, when all is read that had come by then."""
+        call: Callable[[], Any] = partial(function, *arguments)
+        # At one go, for all threads.
+        heapq.heappush(self._times, (time.monotonic() + seconds, next(self._order), call))
+        self._rouse()
+
+    def when_readable(self, what: Readable, event: Any) -> None:
+        """Put an event once this is readable, or its other end is gone."""
+        self.call_when_readable(what, self._there.append, event)
+
+    def call_when_readable(
+        self, what: Readable, function: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Call something then."""
+        number = os.dup(what.fileno())  # which stays valid, whatever becomes of it
+        self._copies.add(number)
+
+        def told(events: int) -> None:
+            self.unwatch(number)
+            self._copies.discard(number)
+            os.close(number)
+            function(*arguments)
+
+        self.call_later(0.0, self.watch, number, select.EPOLLIN, told)
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._is_over.set()
+        self._thread.join()
+        self._poll.close()
+        for number in (self._wake, *self._copies):
+            os.close(number)
+
+    # -- in a turn --------------------------------------------------------------------------------
+
+    def watch(self, number: int, events: int, handler: Callable[[int], Any]) -> None:
+        """Call a handler, with the events, whenever a descriptor has one of these."""
+        change = self._poll.modify if number in self._handlers else self._poll.register
+        self._handlers[number] = handler
+        change(number, events)
+
+    def unwatch(self, number: int) -> None:
+        """Watch it no more; to be called before it is closed."""
+        if self._handlers.pop(number, None) is not None:
+            self._poll.unregister(number)
+
+    def _rouse(self) -> None:
+        if self._is_waiting:
+            os.eventfd_write(self._wake, 1)
+
+    def _stand_in(self) -> None:
+        while not self._is_over.wait(_AWAY_S):
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._take_turn(0.0)
+                finally:
+                    self._turn.release()
+
+    def _take_turn(self, deadline: float) -> None:
+        # What is due now is done after all was read that is there now: so those who were not
+        # heard of in time did say nothing, however long this process was stopped.
+        self.now = now = time.monotonic()
+        self._is_waiting = True  # first: who puts from now on rouses us
+        until = now if self._there else min([deadline, *(due for due, *_ in self._times[:1])])
+        try:
+            ready = self._poll.poll(None if until == math.inf else max(0.0, until - now))
+        finally:
+            self._is_waiting = False
+        self.is_at_work = self.is_taken
+        try:
+            for number, events in ready:
+                if (handler := self._handlers.get(number)) is not None:
+                    handler(events)
+            while self._times and self._times[0][0] <= now:
+                heapq.heappop(self._times)[2]()
+        except Exception as error:
+            self._is_over.set()
+            text = f"The driver can't hear of its nodes any more: {type(error).__name__}: {error}"
+            self.put(LaunchError(text))
