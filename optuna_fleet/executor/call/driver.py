@@ -205,7 +205,9 @@ class Driver:
         if is_done:
             parts.held.forget(order.number)
         parts.watchdog.ended(run, is_done=is_done)
-        parts.ledger.records.flight(order.number, run.flight(end=self._journal.now()))
+        flight = run.flight(end=self._journal.now())
+        parts.tally.landed(flight)
+        parts.ledger.records.flight(order.number, flight)
         return run
 
     # -- what is told of it -----------------------------------------------------------------------

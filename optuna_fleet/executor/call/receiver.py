@@ -215,7 +215,6 @@ class Receiver:
         parts.calls.leave(run, message.rank)
         parts.stop_lines.at_step(run, message.rank)
         parts.held.rank_ended(run, message)
-        parts.tally.rank_ended(run, message, parts.journal.now())
         self._will_linger(run, GATHER_S)
         news: list[Event] = [
             RankEnded(

@@ -20,8 +20,7 @@ from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.summary import FleetSummary, Solved, mean_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.records import Decision, PipelineSpan
-from optuna_fleet.wire.messages import Ended
+from optuna_fleet.sampler_bridge.records import Decision, Flight, PipelineSpan
 
 MIN_SPAN_S = 2.0
 """No span is shorter, except the last."""
@@ -43,9 +42,7 @@ class Tally:
         self._began = began
         self._record = record
         self._startup_s: float | None = None
-        self._busy_s: dict[int, float] = defaultdict(float)
-        self._waited_s: dict[int, float] = defaultdict(float)
-        self._probing_s = self._profiling_s = 0.0
+        self._flights: list[Flight] = []
         self._decisions: list[Decision] = []
         self._plans: list[Solved] = []
         self._num_given_back = self._rescales = 0
@@ -67,13 +64,9 @@ class Tally:
             case StartRound():
                 self._decided(entry, now)
 
-    def rank_ended(self, run: RunRecord, ended: Ended, now: float) -> None:
-        """A device has no run any more."""
-        usage = ended.usage
-        self._busy_s[ended.device] += now - run.start
-        self._waited_s[ended.device] += usage.data_wait_s
-        self._probing_s += usage.probing_s if run.launch.probe else 0.0
-        self._profiling_s += usage.profiling_s
+    def landed(self, flight: Flight) -> None:
+        """A run has ended on all its devices."""
+        self._flights.append(flight)
 
     def _decided(self, started: StartRound, now: float) -> None:
         """A plan is carried out: record it, and say so where anything moves."""
@@ -106,6 +99,11 @@ class Tally:
     ) -> FleetSummary:
         """The summary of everything up to now."""
         there_s = devices.there_s(now)
+        busy_s, waited_s = defaultdict[int, float](float), defaultdict[int, float](float)
+        for flight in self._flights:
+            for device in flight.devices:
+                busy_s[device] += flight.end - flight.start
+                waited_s[device] += flight.data_wait_s / len(flight.devices)
         given_back = {"given back": self._num_given_back} if self._num_given_back else {}
         return FleetSummary(
             trials=dict(trials) | given_back,
@@ -113,10 +111,10 @@ class Tally:
             num_nodes=len({span.node for span in devices.spans}),
             there_s=there_s,
             duration_s=now - self._began,
-            busy_s=dict(self._busy_s),
-            waited_s=dict(self._waited_s),
-            probing_s=self._probing_s,
-            profiling_s=self._profiling_s,
+            busy_s=dict(busy_s),
+            waited_s=dict(waited_s),
+            probing_s=sum(flight.probing_s for flight in self._flights),
+            profiling_s=sum(flight.profiling_s for flight in self._flights),
             decisions=tuple(self._decisions),
             plans=tuple(self._plans),
             rescales=self._rescales,
