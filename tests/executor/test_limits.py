@@ -30,7 +30,7 @@ from optuna_fleet import (
 from optuna_fleet.events import Ending, Launch
 from optuna_fleet.executor.call import driver
 from optuna_fleet.executor.call.ranks import RunCalls
-from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.runs import RunRecord, TrialRecord
 from optuna_fleet.executor.call.watchdog import Hung, Watchdog
 from optuna_fleet.executor.cluster.agent.children import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -67,11 +67,13 @@ class World:
         self.now = 0.0
         self.watchdog = Watchdog(Limits(**{"hang_s": None} | limits), clock=lambda: self.now)
         self.error: TrialError | None = None
+        self.trial = TrialRecord()
         self.launch()
 
     def launch(self) -> float | None:
         launch = Launch(run_id=0, number=7, devices=(3, 5), probe=False, measure=False, round=1)
-        self.run = RunRecord(launch=launch, start=0.0, calls=RunCalls(world_size=2))
+        calls = RunCalls(world_size=2)
+        self.run = RunRecord(launch=launch, start=0.0, calls=calls, trial=self.trial)
         return self.watchdog.launched(self.run)
 
     def heartbeat(self, rank: int, batches: int, *, calls: int = 0, **more: Any) -> None:
@@ -230,7 +232,7 @@ def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
     world = World(trial_s=10.0)
     world.now += 6.0
     assert world.watchdog.error(world.run) is None
-    world.watchdog.ended(world.run, is_done=False)
+    world.watchdog.ended(world.run)
     world.now += 100.0  # it waits for devices
     assert world.launch() == 4.0
     world.now += 3.9

@@ -17,7 +17,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.call.journal import DeviceLog
 from optuna_fleet.executor.call.launcher import ObjectiveCopies
-from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.call.runs import Job, TrialRecord
 from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings
@@ -69,13 +69,12 @@ class Checks:
         self._costs_s: list[float] = []
         self._is_affordable = False
         self._told: set[str] = set()
-        self._traits: dict[int, frozenset[str]] = {}  # by trial
 
-    def note(self, number: int, message: DataRequested) -> DataRequested:
+    def note(self, trial: TrialRecord, message: DataRequested) -> DataRequested:
         """A trial says what it is; return what the controller is to know: no traits, if off."""
         if self._job.options.preflight is None:
             return replace(message, model=replace(message.model, traits=frozenset()))
-        self._traits[number] = message.model.traits
+        trial.traits = message.model.traits
         return message
 
     def begin(self, order: BeginCheck) -> None:
@@ -146,11 +145,11 @@ class Checks:
         self._is_affordable = True
         return [CheckEnded(finding=None)]
 
-    def began_anew(self, launch: Launch) -> str:
+    def began_anew(self, launch: Launch, trial: TrialRecord) -> str:
         """What begins anew where a trial goes on from its checkpoint; "" if nothing is known."""
-        if launch.checkpoint is None or not (traits := self._traits.get(launch.number)):
+        if launch.checkpoint is None or not trial.traits:
             return ""
-        found = [one.began_anew for one in self._findings.all if one.traits == traits]
+        found = [one.began_anew for one in self._findings.all if one.traits == trial.traits]
         return found[-1] if found else ""
 
     # -- its share of the devices' time -----------------------------------------------------------

@@ -35,7 +35,7 @@ from optuna_fleet.events import (
 from optuna_fleet.exceptions import FleetError, LaunchError
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.receiver import Receiver
-from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.runs import RunRecord, TrialRecord
 from optuna_fleet.executor.call.summary import counted
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -77,6 +77,7 @@ class Driver:
         parts.devices.begin(self._journal.now())
         for number in parts.proposals.adopted():
             parts.ledger.note_restart(number)
+            parts.trials[number] = TrialRecord(was_launched=True)
         try:
             events = [*self._receiver.changes(), *runtime.devices_at_first()]
             self._decide([*events, *self._look(), *parts.checks.look()])
@@ -152,14 +153,16 @@ class Driver:
                 run_name = parts.launcher.run_name(instruction.run_id)
                 parts.retention.left(instruction.number, run_name)
                 outcomes.finish(run)
+                del parts.trials[instruction.number]
                 return outcomes.propose(again=True)
             case Requeue():
                 run = self._end(instruction)
                 if run.leaving is not None:
-                    parts.moved_s[run.launch.number] = self._journal.now() - run.leaving
+                    run.trial.moved_s = self._journal.now() - run.leaving
                 outcomes.run_again(run)
             case GiveUp():
                 outcomes.give_up(self._end(instruction), instruction.restarts)
+                del parts.trials[instruction.number]
                 return outcomes.propose(again=True)
             case ReturnToQueue():
                 parts.proposals.return_to_queue(instruction.number)
@@ -201,10 +204,9 @@ class Driver:
     def _end(self, order: FinishTrial | Requeue | GiveUp) -> RunRecord:
         """A run has ended on all its devices."""
         parts, run = self._parts, self._runs.pop(order.run_id)
-        is_done = not isinstance(order, Requeue)
-        if is_done:
+        if not isinstance(order, Requeue):
             parts.held.forget(order.number)
-        parts.watchdog.ended(run, is_done=is_done)
+        parts.watchdog.ended(run)
         flight = run.flight(end=self._journal.now())
         parts.tally.landed(flight)
         parts.ledger.records.flight(order.number, flight)
@@ -239,7 +241,8 @@ class Driver:
         """
         if not isinstance(error, FleetError | KeyboardInterrupt):
             self._journal.attach_to(error)
-        runs, launched = self._runs, self._parts.launcher.launched
+        runs, trials = self._runs, self._parts.trials
+        launched = {number for number, trial in trials.items() if trial.was_launched}
         busy = {device for run in runs.values() for device in run.launch.devices}
         try:
             if self._is_deciding:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.call.held import Start
-from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.call.runs import Job, TrialRecord
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.resources import needs_gloo
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
 
 
@@ -50,8 +50,7 @@ class Launcher:
     """Sends `RunTrial` to the trainers of one call.
 
     Attributes:
-        launched: Numbers of the trials that were launched at least once, be it by a driver that
-            is dead.
+        has_launched: Any trial was launched, be it by a driver that is dead.
     """
 
     def __init__(
@@ -70,20 +69,18 @@ class Launcher:
         self._ledger = ledger
         self._proposals = proposals
         self._waiting: list[tuple[int, RunTrial]] = []
-        self.launched: set[int] = set(proposals.adopted())
-        self._without_checkpoint: set[int] = set()
+        self.has_launched = bool(proposals.adopted())
         self._token = mark(retention.folder.root)
 
     def run_name(self, run_id: int) -> str:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
         return f"{self._token[:8]}-{run_id}"
 
-    def launch(self, what: Start) -> None:
+    def launch(self, what: Start, trial: TrialRecord) -> None:
         """Start a run of a trial, with what was suggested to it before, on its devices."""
-        number = what.launch.number
-        if number not in self.launched:
-            self._retention.drop(number)  # of another study of that name
-            self.launched.add(number)
+        if not trial.was_launched:
+            self._retention.drop(what.launch.number)  # of another study of that name
+        trial.was_launched = self.has_launched = True
         order = replace(self._order(what.launch), held=what.held)
         for rank, device in enumerate(what.launch.devices):
             self._waiting.append((device, replace(order, rank=rank)))
@@ -139,16 +136,6 @@ class Launcher:
                 order = replace(order, store=rendezvous.store, objective_at=objective_at)
                 self._runtime.send(device, order)
         self._waiting = kept
-
-    def checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
-        """Say so once per trial."""
-        if number not in self._without_checkpoint:
-            self._without_checkpoint.add(number)
-            compat.fleet_logger.warning(
-                f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
-                "that is mended, it can't change its devices, and should its process die, it is "
-                "run again from its last good checkpoint, or without one from its beginning."
-            )
 
     def trainer_died(self, device: int) -> None:
         """No run that waited to be sent there begins."""

@@ -16,7 +16,7 @@ from optuna_fleet.executor.call.journal import DeviceLog, Journal
 from optuna_fleet.executor.call.launcher import Launcher, ObjectiveCopies
 from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.ranks import RunCalls
-from optuna_fleet.executor.call.runs import Job, RunRecord
+from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.stop_lines import StopLines
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.tally import PipelineLog, Tally
@@ -49,7 +49,7 @@ class Parts:
         journal: What happens; `devices`, `progress` and `tally` are its readers.
         runtime: The fleet, which outlives the call.
         runs: Those that have not ended on all their devices, by run id.
-        moved_s: What moves have cost so far whose trials do not fly yet, by trial.
+        trials: Those that were to fly and are not done, by number.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Parts:
         self.proposals = proposals
         self.retention = retention
         self.runs: dict[int, RunRecord] = {}
-        self.moved_s: dict[int, float] = {}
+        self.trials: dict[int, TrialRecord] = {}
         self.began = began
         options, send = job.options, runtime.send
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
@@ -132,8 +132,8 @@ class Parts:
             start=self.journal.now(),
             calls=RunCalls(world_size=len(launch.devices)),
             has_one_clock=len({agents.devices[device].node for device in launch.devices}) == 1,
-            began_anew=self.checks.began_anew(launch),
-            move_s=self.moved_s.pop(launch.number, None),
+            trial=(trial := self.trials.setdefault(launch.number, TrialRecord())),
+            began_anew=self.checks.began_anew(launch, trial),
         )
 
     def start(self, what: Start) -> list[Event]:
@@ -143,7 +143,7 @@ class Parts:
         left_s = self.watchdog.launched(run)
         if left_s is not None:
             self.later_of(left_s, run, self.fail_if_faulty)
-        self.launcher.launch(what)
+        self.launcher.launch(what, run.trial)
         return [] if what.saved is None else [what.saved]
 
     def fail_if_faulty(self, run: RunRecord) -> list[Event]:

@@ -156,9 +156,9 @@ class Receiver:
             case Leaving():
                 run.leaving = run.leaving or parts.journal.now()
                 parts.held.leaves(message.run_id)
-            case Trained() if run.move_s is not None:
-                seconds = run.move_s + parts.journal.now() - run.start
-                run.move_s = None
+            case Trained() if run.trial.moved_s is not None:
+                seconds = run.trial.moved_s + parts.journal.now() - run.start
+                run.trial.moved_s = None
                 return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
             case Ended():
                 return self._rank_ended(run, message)
@@ -196,7 +196,7 @@ class Receiver:
         self._runtime.prepare_groups()
         run.is_movable |= message.model.movable
         self._parts.stop_lines.save_in_time(run)
-        message = self._parts.checks.note(run.launch.number, message)
+        message = self._parts.checks.note(run.trial, message)
         return [message, *self._parts.outcomes.propose(again=True)]
 
     def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
@@ -249,13 +249,24 @@ class Receiver:
         if isinstance(message, CheckpointSaved):
             self._parts.retention.folder.saved(message.location)
         else:
-            self._parts.launcher.checkpoint_failed(number, message)
+            self._checkpoint_failed(number, message)
         match self._parts.held.take(message):
             case Start() as start:
                 return self._parts.start(start)
             case CheckpointSaved() as saved:
                 return [saved]
         return []
+
+    def _checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
+        """Say so, once per trial."""
+        trial = self._parts.trials[number]
+        if not trial.has_complained:
+            trial.has_complained = True
+            compat.fleet_logger.warning(
+                f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
+                "that is mended, it can't change its devices, and should its process die, it is "
+                "run again from its last good checkpoint, or without one from its beginning."
+            )
 
     def _device_lost(self, device: int) -> list[Event]:
         """No run begins there, and nothing is waited for that was there."""
@@ -343,7 +354,7 @@ class Receiver:
         return news
 
     def _change_fleet(self, events: Sequence[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._parts.launcher.launched)
+        return self._joins.held_back(events, at_once=not self._parts.launcher.has_launched)
 
     # -- what no message tells --------------------------------------------------------------------
 

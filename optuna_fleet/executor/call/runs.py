@@ -83,6 +83,25 @@ class StopLine:
 
 
 @dataclass(slots=True, kw_only=True)
+class TrialRecord:
+    """What outlives the runs of a trial that is not done.
+
+    Attributes:
+        was_launched: At least once, be it by a driver that is dead.
+        flown_s: For so many seconds it had devices, in runs that have ended.
+        moved_s: What its move has cost so far; None if it has trained since, or was not moved.
+        traits: By which checks know its kind.
+        has_complained: It was told that it goes on without a new checkpoint.
+    """
+
+    was_launched: bool = False
+    flown_s: float = 0.0
+    moved_s: float | None = None
+    traits: frozenset[str] = frozenset()
+    has_complained: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
 class RunRecord:
     """One stay of a trial on its devices.
 
@@ -104,7 +123,6 @@ class RunRecord:
         will_be_saved: A time is set at which it is looked whether it is to be saved.
         will_linger: A time is set after which what its ranks have left is free.
         leaving: Since when its trial is about to leave its devices, as `start`.
-        move_s: What its trial's move has cost before it began; None if that was no move.
         heard: When each rank that is at work gave its last sign of life; see `Watchdog`.
         heartbeats: What they said then.
         progressed: When one of them was known to have come further.
@@ -113,6 +131,7 @@ class RunRecord:
     launch: Launch
     start: float
     calls: RunCalls
+    trial: TrialRecord = field(default_factory=TrialRecord)
     has_one_clock: bool = True
     saved: float = field(default_factory=time.monotonic)
     started: float = math.inf
@@ -129,7 +148,6 @@ class RunRecord:
     will_be_saved: bool = False
     will_linger: bool = False
     leaving: float | None = None
-    move_s: float | None = None
     heard: dict[int, float] = field(default_factory=dict)
     heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     progressed: float = 0.0

@@ -49,7 +49,6 @@ class Watchdog:
         self._limits = limits
         self._describe = describe
         self._clock = clock
-        self._flown_s: dict[int, float] = {}  # by trial, in earlier runs
         self._looked = clock()
         self._most_bytes: float = limits.trial_memory_bytes or math.inf
         self.look_every_s = min((limits.hang_s or math.inf) / NUM_HEARTBEATS, _LOOK_EVERY_S)
@@ -59,14 +58,11 @@ class Watchdog:
         run.started = run.progressed = now = self._clock()
         run.heard = dict.fromkeys(range(len(run.launch.devices)), now)
         limit_s = self._limits.trial_s
-        return None if limit_s is None else limit_s - self._flown_s.get(run.launch.number, 0.0)
+        return None if limit_s is None else limit_s - run.trial.flown_s
 
-    def ended(self, run: RunRecord, *, is_done: bool) -> None:
-        """A run has ended, and with it the trial if that `is_done`."""
-        flown_s = self._flown(run)
-        self._flown_s.pop(run.launch.number, None)
-        if not is_done:
-            self._flown_s[run.launch.number] = flown_s
+    def ended(self, run: RunRecord) -> None:
+        """A run has ended on all its devices."""
+        run.trial.flown_s = self._flown(run)
 
     def hear(self, run: RunRecord, heartbeat: Heartbeat) -> TrialError | None:
         """A rank gives a sign of life; return what its trial fails with, if it does."""
@@ -139,8 +135,7 @@ class Watchdog:
         return ", ".join([*parts, *([outside] if outside else [])])
 
     def _flown(self, run: RunRecord) -> float:
-        now_s = max(0.0, self._clock() - run.started)
-        return self._flown_s.get(run.launch.number, 0.0) + now_s
+        return run.trial.flown_s + max(0.0, self._clock() - run.started)
 
 
 def _count(heartbeat: Heartbeat) -> int:
