@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +31,14 @@ from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.inbox import Readable
 
+_numbers = itertools.count()
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True)
 class Due:
-    """Something that a call does when it is time to, or something is there; else it is void."""
+    """It is time for something, or something is there: a call knows what; void after its end."""
 
-    call: Parts
-    act: Callable[[], Sequence[Event] | None]
+    number: int
 
 
 class Parts:
@@ -70,6 +72,7 @@ class Parts:
         self.runs: dict[int, RunRecord] = {}
         self.trials: dict[int, TrialRecord] = {}
         self.began = began
+        self._acts: dict[int, Callable[[], Sequence[Event] | None]] = {}
         options, send = job.options, runtime.send
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
         self.progress = Progress.of(ledger, proposals)
@@ -94,7 +97,16 @@ class Parts:
         self, seconds: float, act: Callable[..., Sequence[Event] | None], *arguments: Any
     ) -> None:
         """Have this call do something so many seconds from now; it returns what is news."""
-        self.runtime.inbox.later(max(0.0, seconds), Due(self, partial(act, *arguments)))
+        self.runtime.inbox.later(max(0.0, seconds), self._due(partial(act, *arguments)))
+
+    def _due(self, act: Callable[[], Sequence[Event] | None]) -> Due:
+        self._acts[number := next(_numbers)] = act
+        return Due(number)
+
+    def do(self, due: Due) -> Sequence[Event]:
+        """Do it; return what is news."""
+        act = self._acts.pop(due.number, None)
+        return () if act is None else act() or ()
 
     def later_of(
         self,
@@ -113,7 +125,7 @@ class Parts:
 
     def when_readable(self, what: Readable, act: Callable[[], Sequence[Event] | None]) -> None:
         """Have this call do something once this is readable, or its other end is gone."""
-        self.runtime.inbox.when_readable(what, Due(self, act))
+        self.runtime.inbox.when_readable(what, self._due(act))
 
     def _go_on_after(self, sampler: BackgroundSampler) -> None:
         def go_on() -> list[Event]:
@@ -140,11 +152,16 @@ class Parts:
         """Carry out a launch: tell the trainers; return what is news to the controller."""
         run = self.runs[what.launch.run_id]
         run.launch = what.launch  # now the order of its ranks is known
-        left_s = self.watchdog.launched(run)
-        if left_s is not None:
-            self.later_of(left_s, run, self.fail_if_faulty)
+        self.watchdog.launched(run)
+        self.keep_to_time(run)
         self.launcher.launch(what, run.trial)
         return [] if what.saved is None else [what.saved]
+
+    def keep_to_time(self, run: RunRecord) -> None:
+        """See to it that a run ends in time; to be called again until that is near."""
+        left_s = self.watchdog.left_s(run)
+        if left_s < self.watchdog.look_every_s:
+            self.later_of(left_s, run, self.fail_if_faulty)
 
     def fail_if_faulty(self, run: RunRecord) -> list[Event]:
         """End a run whose trial has broken a limit, or whose ranks have come apart."""

@@ -125,7 +125,7 @@ class Receiver:
     def take(self, message: Any) -> Sequence[Event]:
         """Take a message; what ended runs still say is dropped."""
         if isinstance(message, Due):
-            return (message.act() or ()) if message.call is self._parts else ()
+            return self._parts.do(message)
         run = self._runs.get(getattr(message, "run_id", -1))
         if run is not None:
             return self._take_of_run(run, message)
@@ -237,10 +237,8 @@ class Receiver:
         """What its ranks leave is not free at once: others may end, for one plan."""
         if run.remaining() and not run.will_linger:
             run.will_linger = True
-            self._parts.later_of(seconds, run, self._lingers)
-
-    def _lingers(self, run: RunRecord) -> list[Event]:
-        return [RunLingers(run_id=run.launch.run_id)]
+            lingers = RunLingers(run_id=run.launch.run_id)
+            self._parts.later_of(seconds, run, lambda run: [lingers])
 
     def _checkpoint_told(
         self, message: CheckpointSaved | CheckpointFailed, number: int
@@ -360,6 +358,8 @@ class Receiver:
 
     def look(self) -> list[Event]:
         """End runs that hang; say what else has changed."""
+        for run in self._runs.values():
+            self._parts.keep_to_time(run)
         hung = self._parts.watchdog.hung(self._runs.values())
         return [*(event for each in hung for event in self._end_hung(each)), *self.changes()]
 

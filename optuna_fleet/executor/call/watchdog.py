@@ -53,12 +53,14 @@ class Watchdog:
         self._most_bytes: float = limits.trial_memory_bytes or math.inf
         self.look_every_s = min((limits.hang_s or math.inf) / NUM_HEARTBEATS, _LOOK_EVERY_S)
 
-    def launched(self, run: RunRecord) -> float | None:
-        """A run begins; return after how many seconds to look for its `error`, if at all."""
+    def launched(self, run: RunRecord) -> None:
+        """A run begins."""
         run.started = run.progressed = now = self._clock()
         run.heard = dict.fromkeys(range(len(run.launch.devices)), now)
-        limit_s = self._limits.trial_s
-        return None if limit_s is None else limit_s - run.trial.flown_s
+
+    def left_s(self, run: RunRecord) -> float:
+        """Seconds until its trial has had devices for too long."""
+        return (self._limits.trial_s or math.inf) - self._flown(run)
 
     def ended(self, run: RunRecord) -> None:
         """A run has ended on all its devices."""
@@ -99,6 +101,8 @@ class Watchdog:
                     f"Trial {number}, rank {rank}, took {heartbeat.memory_bytes} bytes of memory, "
                     f"more than trial_memory_bytes={self._most_bytes}."
                 )
+        if len(run.launch.devices) == 1:
+            return None
         # Those at work can't come together again, with each other or with one that has left.
         at_work = {r: run.heartbeats[r].progress for r in run.heard if r in run.heartbeats}
         left = {one.rank: one.progress for one in run.ended if one.progress.way_out}
