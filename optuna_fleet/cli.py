@@ -16,7 +16,7 @@ from optuna_fleet import __version__
 from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.checkpoints.store import holder_of
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.executor.cluster.agent.join_command import add_agent
+from optuna_fleet.executor.cluster.agent.entry import add_agent
 from optuna_fleet.executor.cluster.slurm.record import add_record
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.executor.deciding.trials import PARADIGMS

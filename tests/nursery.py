@@ -29,8 +29,7 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.executor.cluster import config
-from optuna_fleet.executor.cluster.agent.entry import environment
-from optuna_fleet.executor.cluster.agent.join_command import _START
+from optuna_fleet.executor.cluster.agent.entry import START, environment
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 from tests.huge_pages import use_huge_pages
 
@@ -442,7 +441,7 @@ def _run(order: Order, way: socket.socket) -> None:
 
 def _become_agent(path: str, argv: list[str], environment: Mapping[str, str]) -> NoReturn:
     """In the place of `os.execve`, which only the command ``optuna-fleet agent`` calls."""
-    assert argv[1:] == ["-c", _START]
+    assert argv[1:] == ["-c", START]
     os.environ.clear()
     os.environ.update(environment)
     importlib.import_module(AGENT).main()

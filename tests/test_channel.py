@@ -13,6 +13,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation, make_credentials, tls_context
 from optuna_fleet.wire.listener import Listener
-from optuna_fleet.wire.messages import TrainerReady
+from optuna_fleet.wire.messages import Heartbeat, Progress, TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     ProcessId,
@@ -651,6 +652,20 @@ def test_what_goes_wrong_while_it_is_waited_is_told_to_whoever_takes(peers: Peer
     for _ in range(2):
         with pytest.raises(LaunchError, match="ValueError: what was not foreseen"):
             peers.connections.inbox.get(PATIENCE_S)
+
+
+def test_a_sign_of_life_of_a_trial_wakes_nobody_at_once_but_keeps_its_place(peers: Peers) -> None:
+    beat = Heartbeat(
+        run_id=0, rank=0, progress=Progress(), is_waiting=False, where="", memory_bytes=0
+    )
+    peers.trainer.send(beat)
+    peers.trainer.send("of the trainer")
+    assert peers.collect(2) == [beat, "of the trainer"]
+    peers.trainer.send(beat)
+    began = time.monotonic()
+    assert peers.collect(1) == [beat]
+    assert time.monotonic() - began >= 0.05
+    assert peers.connections.inbox.get(0.0) is None
 
 
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:

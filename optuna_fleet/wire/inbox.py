@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from optuna_fleet.exceptions import LaunchError
 
 _AWAY_S = 0.1
+_LEISURE_S = 0.1
 
 
 class Readable(Protocol):
@@ -52,6 +53,7 @@ class Inbox:
         self._copies: set[int] = set()  # of descriptors that are waited for
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_pressing = False  # something is to be taken at once
         self._is_waiting = False
         self._turn = threading.Lock()
         self._is_over = threading.Event()
@@ -64,27 +66,44 @@ class Inbox:
     def put(self, event: Any) -> None:
         """Tell whoever takes; an exception is raised there, now and ever after."""
         self._there.append(event)
+        self._is_pressing = True
         self._rouse()
+
+    def put_at_leisure(self, event: Any) -> None:
+        """Likewise, in a turn: nobody is woken for it, until a while later."""
+        self._there.append(event)
+        if len(self._there) == 1:
+            self.call_later(_LEISURE_S, self._press)
+
+    def _press(self) -> None:
+        self._is_pressing = True
+
+    def _has_news(self) -> bool:
+        return self._is_pressing and bool(self._there)
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Take the next event, waiting for it; None if there is none within so many seconds."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._there:
+        while not self._has_news():
             with self._turn:
                 self.is_taken = True
                 try:
                     self._take_turn(deadline)
                 finally:
                     self.is_taken = self.is_at_work = False
-            if not self._there and time.monotonic() >= deadline:
+            if not self._has_news() and time.monotonic() >= deadline:
                 return None
         if isinstance(event := self._there[0], BaseException):
             raise event
-        return self._there.popleft()
+        event = self._there.popleft()
+        if not self._there:
+            self._is_pressing = False
+            self._is_pressing = bool(self._there)  # something may have been put just now
+        return event
 
     def later(self, seconds: float, event: Any) -> None:
         """Put an event so many seconds from now, behind all that was said by then."""
-        self.call_later(seconds, self._there.append, event)
+        self.call_later(seconds, self.put, event)
 
     def call_later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
         """Call something so many seconds from now, when all is read that had come by then."""
@@ -95,7 +114,7 @@ class Inbox:
 
     def when_readable(self, what: Readable, event: Any) -> None:
         """Put an event once this is readable, or its other end is gone."""
-        self.call_when_readable(what, self._there.append, event)
+        self.call_when_readable(what, self.put, event)
 
     def call_when_readable(
         self, what: Readable, function: Callable[..., Any], *arguments: Any
@@ -150,7 +169,9 @@ class Inbox:
         # heard of in time did say nothing, however long this process was stopped.
         self.now = now = time.monotonic()
         self._is_waiting = True  # first: who puts from now on rouses us
-        until = now if self._there else min([deadline, *(due for due, *_ in self._times[:1])])
+        until = (
+            now if self._is_pressing else min([deadline, *(due for due, *_ in self._times[:1])])
+        )
         try:
             ready = self._poll.poll(None if until == math.inf else max(0.0, until - now))
         finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import signal
 from typing import Any
 from unittest import mock
 
@@ -12,8 +14,10 @@ import pytest
 from optuna.trial import TrialState
 
 from optuna_fleet import FleetExecutor
+from optuna_fleet.executor.call.driver import Interrupts
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.wire.inbox import Inbox
 from tests.behaviour.test_studies import interrupt_driver, states, unit
 
 COMPLETE, FAIL, RUNNING = TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING
@@ -43,3 +47,16 @@ def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(
     study = optuna.create_study(storage="sqlite:///:memory:")
     study.optimize(unit, n_trials=6, executor=fleet)
     assert states(study) == 6 * [COMPLETE]
+
+
+def test_no_message_is_lost_by_a_control_c_that_comes_as_it_is_read() -> None:
+    with contextlib.closing(Inbox()) as inbox, Interrupts(inbox) as interrupts:
+
+        def read() -> None:
+            signal.raise_signal(signal.SIGINT)
+            inbox.put("a message")
+
+        inbox.call_later(0.0, read)
+        assert [inbox.get(), inbox.get()] == [None, "a message"]
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()

@@ -87,7 +87,7 @@ class Agents:
         self._set_up = set_up
         self._faults = faults
         self._failed_starts: Counter[str] = Counter()
-        self._namesakes: set[str] = set()  # agents that have waited for a name
+        self._namesakes: dict[str, AgentJoining] = {}  # agents that wait for a name, or have
         self._left_out: set[str] = set()  # names of nodes, as the next
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
@@ -135,6 +135,8 @@ class Agents:
     def joining(self, joining: AgentJoining) -> None:
         """An agent asks to join; it may have to wait for the name, and asks again then."""
         node = self.nodes.named(joining.node)
+        if node is not None and node.agent == joining.agent:
+            return  # it need not wait any more
         if self._connections.has_ended(joining.agent):  # its successor may be there by now
             self._connections.give_up(joining.agent)
         elif problem := self._objection(joining):
@@ -147,7 +149,7 @@ class Agents:
             self._connections.give_up(node.agent, gone, joining)
         elif self._engine.has_leases and joining.agent not in self._namesakes:
             # The one that is there may be frozen or cut off: its lease tells.
-            self._namesakes.add(joining.agent)
+            self._namesakes[joining.agent] = joining
             self.inbox.later(LEASE_S + 2 * SIGN_EVERY_S, joining)
             fleet_logger.info(
                 f"Another node named {joining.node} asks to join: it takes the place of the one "
@@ -233,6 +235,9 @@ class Agents:
             self._notices.pop(node.name, None)  # it is none of the next
             self.nodes.leave(node)
             self.startup.forget_trainers(node.agent)
+            for joining in self._namesakes.values():
+                if joining.node == node.name:
+                    self.inbox.put(joining)
         return node, told.cause, is_replaced
 
     def _explained(self, departure: Departure) -> Departure:

@@ -17,7 +17,7 @@ from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation, make_credentials
 from optuna_fleet.wire.listener import Listener
-from optuna_fleet.wire.messages import TrainerReady
+from optuna_fleet.wire.messages import Heartbeat, TrainerReady
 from optuna_fleet.wire.node_messages import (
     SIGN_EVERY_S,
     AgentJoining,
@@ -176,6 +176,9 @@ class Connections:
         match message:
             case SignOfLife():
                 peer.heard = time.monotonic()
+                return
+            case Heartbeat():
+                self.inbox.put_at_leisure(message)
                 return
             case OpenTransfer():
                 self._forget(peer)
