@@ -266,11 +266,12 @@ class Interrupts:
         self._inbox = inbox
         self._came = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
         self._is_ours = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self._is_ours:
             signal.signal(signal.SIGINT, self._hear)
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._is_ours:
