@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from optuna_fleet.executor.cluster.ray import RayCluster as RayCluster
     from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster as SlurmCluster
     from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster as HarvestCluster
-    from optuna_fleet.executor.deciding.convergence import Convergence as Convergence
     from optuna_fleet.executor.fleet_executor import FleetExecutor as FleetExecutor
     from optuna_fleet.images.compose_parts import take_apart as take_apart
     from optuna_fleet.images.crops import RandomResizedCrop as RandomResizedCrop
     from optuna_fleet.images.decoding import read_image as read_image
     from optuna_fleet.options import Checkpoints as Checkpoints
+    from optuna_fleet.options import Convergence as Convergence
     from optuna_fleet.options import Limits as Limits
     from optuna_fleet.options import Preflight as Preflight
     from optuna_fleet.pipeline import SharedPipeline as SharedPipeline
@@ -51,7 +51,7 @@ _MODULES = {
     "visualization": "visualization",
     "CheckpointError": "checkpoints.file",
     "Checkpoints": "options",
-    "Convergence": "executor.deciding.convergence",
+    "Convergence": "options",
     "FleetConfigError": "exceptions",
     "FleetError": "exceptions",
     "FleetExecutor": "executor.fleet_executor",

@@ -224,13 +224,6 @@ class DeviceJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreprocessingMeasured:
-    """What preprocessors can give to all trials together; None if they limit nobody."""
-
-    samples_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckEnded:
     """A pre-flight check has come to this; to nothing if its node was lost."""
 
@@ -271,7 +264,6 @@ Event: TypeAlias = (
     | DeviceLeaving
     | GrowthExpected
     | DeviceJoined
-    | PreprocessingMeasured
     | CheckEnded
     | CheckAffordable
     | PlanDecided

@@ -14,11 +14,9 @@ from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.engine import Cluster, Engine
-from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.fleet_runner import cluster_of, runner_of
-from optuna_fleet.executor.given import check_call, options_of
-from optuna_fleet.executor.started_by import check_is_one_process
-from optuna_fleet.options import Checkpoints, Limits, Preflight
+from optuna_fleet.executor.given import check_call, check_is_one_process, options_of
+from optuna_fleet.options import Checkpoints, Convergence, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy
 from optuna_fleet.preflight.verdict import Verdict

@@ -1,8 +1,9 @@
-"""What an executor was given: refused here if it would fail, or be passed over, hours later."""
+"""What an executor was given, and who started it: refused here if it would fail hours later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.alloc import Allocator
 from optuna_fleet.arguments import check_choice, check_number, check_that, folder, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.deciding.trials import PolicyRules
-from optuna_fleet.options import Checkpoints, Limits, Preflight
+from optuna_fleet.options import Checkpoints, Convergence, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import policy_of
 
@@ -141,3 +141,39 @@ def _may_be_callbacks(given: Any) -> bool:
     if isinstance(given, list | tuple):
         return all(map(callable, given))
     return isinstance(given, Iterable) and not isinstance(given, str)
+
+
+# By whom, how many processes there are, and which of them this is: the first that fits counts.
+_LAUNCHERS = (
+    ("`accelerate launch`", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE", "RANK"),
+    ("torchrun", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK"),
+    ("A launcher", "", "WORLD_SIZE", "RANK"),
+    ("mpirun", "", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("mpirun", "", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("horovodrun", "", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("Lightning's Trainer(devices=...)", "", "WORLD_SIZE", "LOCAL_RANK"),
+)
+
+
+def check_is_one_process(variables: Mapping[str, str]) -> None:
+    """Raise where each of several processes would run the whole sweep.
+
+    Raises:
+        FleetConfigError: A launcher, or an objective, has started this process beside others.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise FleetConfigError(
+            "A process that was started by 'spawn' or 'forkserver' runs this script again, up to "
+            '`study.optimize(...)`: put that under `if __name__ == "__main__":`.'
+        )
+    for launcher, mark, size, rank in _LAUNCHERS:
+        number, which = variables.get(size, ""), variables.get(rank, "")
+        if (not mark or mark in variables) and which and number.isdecimal() and int(number) > 1:
+            raise FleetConfigError(
+                f"{launcher} has started this script as process {which} of {number} ({rank}, "
+                f"{size}), each of which would run the whole sweep. Start it once, as in `python "
+                "script.py`: the executor starts the processes of all devices itself, on several "
+                "machines with SlurmCluster() or JoinCluster()."
+            )

@@ -33,6 +33,7 @@ class Proposals:
         n_trials: As given.
         timeout: As given.
         num_asked: Trials asked for so far, but for those that were given back.
+        is_delayed: There was none when it was asked last.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Proposals:
         self.num_asked = 0
         self._trials: dict[int, optuna.Trial] = {}
         self._heartbeats = _Heartbeats(compat.storage_of(study))
-        self._is_delayed = self._has_news = False
+        self.is_delayed = self._has_news = False
         self._adopted: deque[int] = deque()
         self._checkpoints: dict[int, str] = {}
         if ownership is not None:
@@ -96,11 +97,11 @@ class Proposals:
         To find out whether a trial is possible now takes a look at all that there are. So that is
         done where there is news, and not for each of the calls that trials make meanwhile.
         """
-        if again and not (self._is_delayed and (self._has_news or self._is_spent())):
+        if again and not (self.is_delayed and (self._has_news or self._is_spent())):
             return []
         self._has_news = False
-        self._is_delayed = self._must_wait()
-        if self._is_delayed:
+        self.is_delayed = self._must_wait()
+        if self.is_delayed:
             return [] if again else [ProposalDelayed()]
         number = self.ask()
         if number is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.options import Convergence
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.trainer.remote import RemoteTrial
 from optuna_fleet.trainer.session import Reports, Session

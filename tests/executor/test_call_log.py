@@ -13,7 +13,8 @@ import pytest
 
 from optuna_fleet.events import DataRequested, EpochEnded, Launch, Model, RateMeasured
 from optuna_fleet.executor.call.call_progress import Progress
-from optuna_fleet.executor.call.journal import Stay
+from optuna_fleet.executor.call.ranks import RunCalls
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.sampler_bridge.records import CallState, calls_of
 from optuna_fleet.visualization.snapshot import Condition, Snapshot
 from optuna_fleet.visualization.top import open_study
@@ -30,8 +31,9 @@ class Clocked:
         self.log = Progress(self._record, state, clock=lambda: self.now)
 
     def launched(self, number: int, *devices: int) -> None:
-        self.stay = Stay(launch=launch(number, *devices), start=self.now)
-        self.log.take(self.stay.launch, self.stay, self.now)
+        calls = RunCalls(world_size=len(devices))
+        self.run = RunRecord(launch=launch(number, *devices), start=self.now, calls=calls)
+        self._take(self.run.launch)
 
     def defined(self, samples: int, epochs: int | None) -> None:
         self._take(DataRequested(run_id=0, model=model(samples, epochs)))
@@ -43,7 +45,7 @@ class Clocked:
         self._take(EpochEnded(run_id=0, epochs_done=epochs_done, converged=False))
 
     def _take(self, event: Any) -> None:
-        self.log.take(event, self.stay, self.now)
+        self.log.take(event, self.run, self.now)
 
     def _record(self, state: CallState) -> None:
         self.states.append(state)
@@ -51,7 +53,7 @@ class Clocked:
 
     def note(self, *flying: int, asked: tuple[int, ...] = (), after_s: float = 0.0) -> CallState:
         self.now += after_s
-        if self.log.is_due:
+        if self.log.left_s <= 0.0:
             self.log.note(flying, {*flying, *asked}, len(flying) + len(asked))
         return self.states[-1]
 
@@ -70,15 +72,6 @@ def model(samples: int, epochs: int | None) -> Model:
         samples_per_epoch=samples,
         max_epochs=epochs,
     )
-
-
-def test_it_says_who_is_where_and_who_waits() -> None:
-    clocked = Clocked()
-    clocked.launched(3, 0, 2)
-    state = clocked.note(3, asked=(4, 5))
-    (run,) = state.runs
-    assert (run.trial, run.devices, run.start) == (3, (0, 2), 100.0)
-    assert (state.waiting, state.num_asked) == ((4, 5), 3)
 
 
 def test_it_knows_how_fast_a_trial_is() -> None:
@@ -114,32 +107,23 @@ def test_a_trial_that_moved_is_as_far_as_it_was_and_as_fast_as_a_whole_epoch_tel
 def test_signs_of_life_become_rarer_but_a_launch_is_told_of_soon() -> None:
     clocked = Clocked()
     clocked.note()
-    assert clocked.log.waits_s() == [102.0 - clocked.now]
+    assert clocked.log.left_s == 102.0 - clocked.now
     clocked.note(after_s=1.0)
     assert len(clocked.states) == 1
     assert clocked.note(after_s=900.0).every_s == pytest.approx(9.01)
     assert clocked.note(after_s=1e5).every_s == 15.0
-    assert clocked.log.waits_s() == [15]
+    assert clocked.log.left_s == 15
     clocked.launched(0, 0)
-    assert clocked.log.waits_s() == [2]
+    assert clocked.log.left_s == 2
 
 
 def test_what_is_costly_is_done_seldom() -> None:
     clocked = Clocked(cost_s=0.5)
     clocked.note()
-    assert clocked.log.waits_s() == [100.5 + 50 - clocked.now]
+    assert clocked.log.left_s == 100.5 + 50 - clocked.now
     clocked.launched(0, 0)
-    assert clocked.log.waits_s() == [100.5 + 50 - clocked.now]
+    assert clocked.log.left_s == 100.5 + 50 - clocked.now
     assert clocked.note(after_s=50.0).every_s == 50.0
-
-
-def test_at_the_end_nobody_is_anywhere() -> None:
-    clocked = Clocked()
-    clocked.launched(0, 0)
-    clocked.note(0)
-    clocked.log.end("interrupted", 1)
-    state = clocked.states[-1]
-    assert (state.ending, state.runs, state.num_asked) == ("interrupted", (), 1)
 
 
 # -- a fleet --------------------------------------------------------------------------------------

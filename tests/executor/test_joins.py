@@ -2,91 +2,84 @@
 
 from __future__ import annotations
 
-from optuna_fleet.events import DeviceGone, DeviceJoined
-from optuna_fleet.executor.call.waits import AWAIT_S, GATHER_S, Deadlines, Joins
+from collections.abc import Callable
+from unittest import mock
+
+from optuna_fleet.events import DeviceGone, DeviceJoined, Ending, Event, Launch, RunLingers
+from optuna_fleet.executor.call.ranks import RunCalls
+from optuna_fleet.executor.call.receiver import AWAIT_S, GATHER_S, Joins, Receiver
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.resources import Device
+from optuna_fleet.wire.messages import Ended
 
 A, B = (DeviceJoined(device=Device(index=i, node=i, kind="cpu")) for i in range(2))
 LOSS = DeviceGone(device=0)
 
 
-class Clock:
-    """Stands still until it is set."""
+class Clocked:
+    """Devices that join, by a clock that stands still until it is set; and what was told of."""
 
-    now = 0.0
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.are_starting = False
+        self.told: list[Event] = []
+        self._times: list[tuple[float, Callable[[], list[Event]]]] = []
+        self.joins = Joins(lambda: self.are_starting, self._later, lambda: self.now)
 
-    def __call__(self) -> float:
-        return self.now
+    def _later(self, seconds: float, act: Callable[[], list[Event]]) -> None:
+        self._times.append((self.now + seconds, act))
 
+    def hear(self, *events: Event, at_once: bool = False) -> None:
+        self.told += self.joins.held_back(events, at_once=at_once)
 
-def none_starts() -> bool:
-    return False
+    def after(self, seconds: float) -> list[Event]:
+        self.now += seconds
+        for due, act in sorted(self._times, key=lambda time: time[0]):
+            self.told += act() if due <= self.now else []
+        told, self.told = self.told, []
+        return told
 
 
 def test_devices_that_join_are_told_of_together_a_moment_after_the_first() -> None:
-    clock = Clock()
-    joins = Joins(none_starts, clock)
-    assert (joins.held_back([A]), joins.due(), joins.waits_s()) == (
-        [],
-        [],
-        [GATHER_S],
-    )
-    clock.now += GATHER_S / 2
-    assert (joins.held_back([B]), joins.due(), joins.waits_s()) == (
-        [],
-        [],
-        [GATHER_S / 2],
-    )
-    clock.now += GATHER_S
-    assert (joins.due(), joins.due(), joins.waits_s()) == ([A, B], [], [])
+    clocked = Clocked()
+    clocked.hear(A)
+    assert clocked.after(GATHER_S / 2) == []
+    clocked.hear(B)
+    assert clocked.after(GATHER_S / 2) == [A, B]
+    assert clocked.after(AWAIT_S) == []
 
 
 def test_devices_whose_trainers_are_on_their_way_are_waited_for_but_not_for_ever() -> None:
-    clock = Clock()
-    starting = [True]
-    joins = Joins(lambda: bool(starting), clock)
-    joins.held_back([A])
-    clock.now += 2 * GATHER_S
-    assert (joins.due(), joins.waits_s()) == ([], [AWAIT_S - 2 * GATHER_S])
-    starting.clear()
-    assert joins.due() == [A]
-    starting.append(True)
-    joins.held_back([B])
-    clock.now += AWAIT_S
-    assert joins.due() == [B]
+    clocked = Clocked()
+    clocked.are_starting = True
+    clocked.hear(A)
+    assert clocked.after(2 * GATHER_S) == []
+    clocked.are_starting = False
+    clocked.hear()  # the last one is ready, say
+    clocked.are_starting = True
+    clocked.hear(B)
+    assert clocked.after(0.0) == [A]
+    assert clocked.after(AWAIT_S) == [B]
 
 
 def test_what_else_becomes_of_the_fleet_is_told_at_once_and_in_order() -> None:
-    joins = Joins(none_starts, Clock())
-    joins.held_back([A])
-    assert joins.held_back([]) == []
-    assert joins.held_back([LOSS]) == [A, LOSS]
-    assert (joins.held_back([LOSS]), joins.waits_s()) == ([LOSS], [])
+    clocked = Clocked()
+    clocked.hear(A)
+    clocked.hear()
+    assert clocked.after(0.0) == []
+    clocked.hear(LOSS)
+    assert clocked.after(0.0) == [A, LOSS]
+    clocked.hear(B, at_once=True)  # where nothing has run yet
+    assert clocked.after(0.0) == [B]
 
 
-def test_where_nothing_has_run_yet_a_device_is_told_of_at_once() -> None:
-    joins = Joins(none_starts, Clock())
-    assert joins.held_back([A], at_once=True) == [A]
-
-
-def test_a_wait_begins_once_is_told_of_once_when_it_is_over_and_can_be_dropped() -> None:
-    clock = Clock()
-    waits = Deadlines(clock)
-    waits.begin(7, GATHER_S)
-    waits.begin(8, GATHER_S)
-    clock.now += GATHER_S / 2
-    waits.begin(7, GATHER_S)
-    waits.drop(8)
-    assert (waits.take_expired(), waits.waits_s()) == ([], [GATHER_S / 2])
-    clock.now += GATHER_S
-    assert (waits.take_expired(), waits.take_expired(), waits.waits_s()) == ([7], [], [])
-    waits.drop(7)
-
-
-def test_a_device_that_is_given_more_time_keeps_the_less_that_it_had() -> None:
-    clock = Clock()
-    waits = Deadlines(clock)
-    waits.give([1, 2], 3.0)
-    waits.give([2, 3], 10.0)
-    clock.now += 3.0
-    assert (waits.take_expired(), waits.waits_s()) == ([1, 2], [7.0])
+def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
+    launch = Launch(run_id=1, number=1, devices=(0, 1, 2), probe=False, measure=False, round=1)
+    run = RunRecord(launch=launch, start=0.0, calls=RunCalls(world_size=3))
+    parts = mock.MagicMock(runs={1: run})
+    receiver = Receiver(parts)
+    for rank in range(3):
+        receiver.take(Ended(run_id=1, rank=rank, device=rank, time_s=0.0, ending=Ending.YIELDED))
+    (call,) = parts.later_of.call_args_list
+    seconds, of_run, act = call.args
+    assert (seconds, of_run, act(run)) == (GATHER_S, run, [RunLingers(run_id=1)])

@@ -17,8 +17,8 @@ from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.cli import main
 from optuna_fleet.events import Allocate, Ending, Launch, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
+from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.report import lower_bound_s
 from optuna_fleet.replay.scenarios import EnsembleScenario

@@ -8,7 +8,6 @@ import io
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +24,14 @@ from optuna_fleet import (
     FleetExecutor,
     Limits,
     OutOfMemoryError,
+    TrialError,
     TrialTimeoutError,
 )
 from optuna_fleet.events import Ending, Launch
-from optuna_fleet.executor.call import parts, performer
-from optuna_fleet.executor.call.watchdog import Broken, Hung, Watchdog
+from optuna_fleet.executor.call import driver
+from optuna_fleet.executor.call.ranks import RunCalls
+from optuna_fleet.executor.call.runs import RunRecord, TrialRecord
+from optuna_fleet.executor.call.watchdog import Hung, Watchdog
 from optuna_fleet.executor.cluster.agent.children import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.records import flights_of
@@ -64,31 +66,28 @@ class World:
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
         self.watchdog = Watchdog(Limits(**{"hang_s": None} | limits), clock=lambda: self.now)
-        self.watchdog.launched(self.launch(0))
+        self.error: TrialError | None = None
+        self.trial = TrialRecord()
+        self.launch()
 
-    def launch(self, run_id: int, number: int = 7) -> Launch:
-        return Launch(
-            run_id=run_id, number=number, devices=(3, 5), probe=False, measure=False, round=1
-        )
+    def launch(self) -> None:
+        launch = Launch(run_id=0, number=7, devices=(3, 5), probe=False, measure=False, round=1)
+        calls = RunCalls(world_size=2)
+        self.run = RunRecord(launch=launch, start=0.0, calls=calls, trial=self.trial)
+        self.watchdog.launched(self.run)
 
     def heartbeat(self, rank: int, batches: int, *, calls: int = 0, **more: Any) -> None:
         told = {"is_waiting": False, "where": "in objective", "memory_bytes": 10} | more
-        self.watchdog.hear(
-            Heartbeat(
-                run_id=0,
-                rank=rank,
-                progress=Progress(num_batches=batches, num_calls=calls),
-                **told,
-            )
-        )
+        progress = Progress(num_batches=batches, num_calls=calls)
+        sign = Heartbeat(run_id=0, rank=rank, progress=progress, **told)
+        self.error = self.watchdog.hear(self.run, sign)
 
-    def after(self, seconds: float) -> list[Hung | Broken]:
+    def after(self, seconds: float) -> list[Hung]:
         """Lets time pass in steps, as the driver does; what is found ends it."""
         until = self.now + seconds
         while self.now < until:
-            wait_s = min(self.watchdog.waits_s(), default=1.0)
-            self.now = min(until, self.now + (wait_s if wait_s > 0.0 else 1.0))
-            if found := self.watchdog.check():
+            self.now = min(until, self.now + self.watchdog.look_every_s)
+            if found := self.watchdog.hung([self.run]):
                 return found
         return []
 
@@ -104,10 +103,8 @@ def test_a_rank_without_a_sign_of_life_hangs() -> None:
         assert world.after(1.9) == []
     world.heartbeat(0, 7)
     (hung,) = world.after(8.0)
-    assert isinstance(hung, Hung)
-    assert hung.run_id == 0
-    assert hung.where[0].startswith("rank 0: in objective, after 7 batches")
-    assert "rank 1: in objective, after 2 batches, no sign of life for" in hung.where[1]
+    assert "(rank 0: in objective, after 7 batches" in hung.words
+    assert "; rank 1: in objective, after 2 batches, no sign of life for" in hung.words
     assert world.after(100.0) == []  # told once
 
 
@@ -124,7 +121,7 @@ def test_ranks_that_make_no_progress_hang() -> None:
         assert world.after(2.0) == []
         world.heartbeat(0, 5)
         world.heartbeat(1, 5, calls=1)
-    assert [type(fault) for fault in world.after(2.0)] == [Hung]
+    assert world.after(2.0)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +142,6 @@ def test_ranks_that_wait_for_each_other_hang_before_their_first_batch_too(
             world.heartbeat(rank, 0, phase=phase)
         found += world.after(1.9)
     (hung,) = found
-    assert isinstance(hung, Hung)
     assert hung.is_rendezvous == is_rendezvous
 
 
@@ -212,7 +208,7 @@ def test_a_rank_that_waits_for_the_first_ones_call_hangs_with_it() -> None:
         world.heartbeat(0, 5)
         world.heartbeat(1, 5, is_waiting=True)
         found += world.after(1.9)
-    assert [type(fault) for fault in found] == [Hung]
+    assert len(found) == 1
 
 
 def test_the_drivers_own_absence_is_no_hang() -> None:
@@ -220,13 +216,13 @@ def test_the_drivers_own_absence_is_no_hang() -> None:
     world.heartbeat(0, 1)
     world.heartbeat(1, 1)
     world.now += 1000.0  # a sampler thought for long; signs of life wait in the sockets
-    assert world.watchdog.check() == []
-    assert [type(fault) for fault in world.after(8.0)] == [Hung]
+    assert world.watchdog.hung([world.run]) == []
+    assert world.after(8.0)
 
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     world = World(hang_s=8.0)
-    world.watchdog.rank_ended(Ended(run_id=0, rank=1, device=5, time_s=0.0, ending=Ending.ABORTED))
+    world.run.end_rank(Ended(run_id=0, rank=1, device=5, time_s=0.0, ending=Ending.ABORTED))
     for step in range(20):
         world.heartbeat(0, step)
         assert world.after(1.9) == []
@@ -234,26 +230,27 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
 
 def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
     world = World(trial_s=10.0)
-    assert world.after(6.0) == []
-    world.watchdog.ended(0, is_done=False)
+    world.now += 6.0
+    assert world.watchdog.error(world.run) is None
+    world.watchdog.ended(world.run)
     world.now += 100.0  # it waits for devices
-    world.watchdog.launched(world.launch(1))
-    assert world.after(3.9) == []
-    (broken,) = world.after(0.2)
-    assert isinstance(broken, Broken)
-    assert isinstance(broken.error, TrialTimeoutError)
-    assert "Trial 7 took more than trial_s=10 seconds" in str(broken.error)
+    world.launch()
+    assert world.watchdog.left_s(world.run) == 4.0
+    world.now += 3.9
+    assert world.watchdog.error(world.run) is None
+    world.now += 0.2
+    error = world.watchdog.error(world.run)
+    assert isinstance(error, TrialTimeoutError)
+    assert "Trial 7 took more than trial_s=10 seconds" in str(error)
 
 
 def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
     world = World(trial_memory_bytes=1000)
     world.heartbeat(1, 0, memory_bytes=1000)
-    assert world.watchdog.check() == []
+    assert world.error is None
     world.heartbeat(1, 0, memory_bytes=1001)
-    (broken,) = world.watchdog.check()
-    assert isinstance(broken, Broken)
-    assert isinstance(broken.error, OutOfMemoryError)
-    assert isinstance(broken.error, MemoryError)
+    assert isinstance(world.error, OutOfMemoryError)
+    assert isinstance(world.error, MemoryError)
 
 
 # -- with processes -------------------------------------------------------------------------------
@@ -355,7 +352,7 @@ def wait_for_a_silent_peer(trial: Any, *, folder: Path) -> float:
 def test_a_trial_whose_collective_fails_for_want_of_a_peer_has_lost_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
-    monkeypatch.setattr(performer, "_ABORT_GRACE_S", 0.0)
+    monkeypatch.setattr(driver, "_ABORT_GRACE_S", 0.0)
     study = optuna.create_study()
     with fleet_of(devices=2) as executor:
         objective = functools.partial(wait_for_a_silent_peer, folder=tmp_path)
@@ -384,36 +381,23 @@ def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
     assert "within barrier" in reason(study.trials[0])
 
 
-def forever(trial: Any, *, begun: Path) -> float:
+def forever(trial: Any) -> float:
     if trial.number != 1:
-        begun.touch()
-        trial.report(0.0, 0)  # the driver looks at its clock
         threading.Event().wait()
     return 1.0
 
 
 def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that is an hour ahead once a trial has begun that does not end."""
-    begun, ahead_s = tmp_path / "begun", 0.0
-
-    def clock() -> float:
-        nonlocal ahead_s
-        if begun.exists():
-            begun.unlink()
-            ahead_s += 3600.0
-        return time.monotonic() + ahead_s
-
-    monkeypatch.setattr(parts, "Watchdog", functools.partial(Watchdog, clock=clock))
-    monkeypatch.setattr(performer, "_ABORT_GRACE_S", 0.0)
-    study, objective = optuna.create_study(), functools.partial(forever, begun=begun)
-    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=3000.0)) as executor:
-        study.optimize(objective, n_trials=2, catch=TrialTimeoutError, executor=executor)
+    monkeypatch.setattr(driver, "_ABORT_GRACE_S", 0.0)
+    study = optuna.create_study()
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=3.0)) as executor:
+        study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
         assert states(study) == [FAIL, COMPLETE]
         assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
-        with pytest.raises(TimeoutError, match="trial_s=3000"):
-            study.optimize(objective, n_trials=1, executor=executor)
+        with pytest.raises(TimeoutError, match="trial_s=3"):
+            study.optimize(forever, n_trials=1, executor=executor)
 
 
 def grow(trial: Any) -> float:

@@ -11,10 +11,9 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.pipeline_log import MIN_SPAN_S, PipelineLog
+from optuna_fleet.executor.call.journal import DeviceLog
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.tally import Tally
+from optuna_fleet.executor.call.tally import MIN_SPAN_S, PipelineLog, Tally
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat
@@ -56,15 +55,6 @@ def test_a_span_is_what_came_since_the_last_one() -> None:
         assert (span.stalled, span.queue) == (0.25, 0.75)
 
 
-def test_time_without_readers_is_no_span() -> None:
-    spans: list[PipelineSpan] = []
-    log = PipelineLog(spans.append, stats(1.0), began=0.0)
-    log.note(stats(1.0), 5.0)
-    log.note(stats(4.0), 10.0)
-    log.finish(stats(4.0), 20.0)
-    assert [(s.start, s.end) for s in spans] == [(5.0, 10.0)]
-
-
 @pytest.mark.parametrize(("hours", "most"), [(0.01, 32), (10, 450), (100, 650)])
 def test_long_sweeps_have_few_spans(hours: float, most: int) -> None:
     spans: list[PipelineSpan] = []
@@ -75,13 +65,6 @@ def test_long_sweeps_have_few_spans(hours: float, most: int) -> None:
         log.note(stats(now), now)
     assert 0.01 * most < len(spans) <= most
     assert all(a.end == b.start for a, b in itertools.pairwise(spans))
-
-
-def test_the_call_has_only_its_own_share() -> None:
-    log = PipelineLog(lambda span: None, stats(100.0, preprocessed=10, consumed=20), began=0.0)
-    log.note(stats(110.0, preprocessed=15, consumed=25), 10.0)
-    used = log.finish(stats(120.0, preprocessed=40, consumed=70), 20.0)
-    assert (used.preprocessed, used.consumed, used.use.active_s) == (30, 50, 20.0)
 
 
 def test_the_summary_says_where_the_bottleneck_is() -> None:

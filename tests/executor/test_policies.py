@@ -13,11 +13,10 @@ from torch import nn
 
 from optuna_fleet import FleetConfigError, FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, FleetAllocator, Plan
-from optuna_fleet.events import DataRequested
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.gradients.collectives import gather
-from tests.fleets import Leg, await_trainers, fleet_of, small_model, small_pipeline, train
+from tests.fleets import Leg, await_trainers, fleet_of, small_pipeline, train
 from tests.layer_clock import Taking, emulated
 
 
@@ -138,19 +137,3 @@ def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None
         assert fleet.summary is not None
         reasons = [decision.reason for decision in fleet.summary.decisions]
     assert "({12}, 1)" in reasons
-
-
-def test_a_further_loop_says_how_long_it_goes_on() -> None:
-    def objective(trial: Any) -> float:
-        trial.prepare(small_model())
-        for num_epochs in (2, 4):
-            for _ in trial.epochs(num_epochs):
-                assert len(list(trial.batches("train", batch_size=20))) == 3
-        return 0.0
-
-    study = optuna.create_study()
-    with fleet_of(devices=1) as fleet:
-        fleet.script = {0: [Leg((0,))]}
-        study.optimize(objective, n_trials=1, executor=fleet)
-        told = [one.model.max_epochs for one in fleet.events if isinstance(one, DataRequested)]
-    assert told == [2, 4]

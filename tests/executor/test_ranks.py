@@ -20,8 +20,7 @@ from torch import nn
 
 from optuna_fleet import Limits, TrialError
 from optuna_fleet.events import Ending
-from optuna_fleet.executor.call.ranks import out_of_step, parted
-from optuna_fleet.executor.call.run_calls import RunCalls
+from optuna_fleet.executor.call.ranks import RunCalls, out_of_step, parted
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.messages import Ended, Progress
 from optuna_fleet.wire.packing import pack, pack_error, unpack_error

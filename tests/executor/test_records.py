@@ -12,22 +12,9 @@ import pytest
 
 from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.events import (
-    DeviceGone,
-    DeviceJoined,
-    DeviceLost,
-    Ending,
-    Launch,
     MoveMeasured,
-    MoveRefused,
-    Requeue,
 )
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.journal import Stay
-from optuna_fleet.executor.call.moves import Moves
-from optuna_fleet.executor.call.tally import Tally
-from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
-from optuna_fleet.wire.messages import Ended, Leaving, Trained
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
@@ -108,58 +95,6 @@ def test_devices_that_join_are_known_while_the_call_runs() -> None:
     assert seen == [[(0, None), (1, None)]]
 
 
-def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
-    devices, tally = log_of_two_nodes(), Tally(100.0, lambda decision: None)
-    devices.end(110.0)
-    stay = Stay(launch=launch(0), start=104.0)
-    ended = Ended(run_id=0, rank=0, device=0, time_s=0.0, ending=Ending.RETURNED)
-    tally.take(ended, stay, 108.0)
-    summary = tally.summary(devices, 110.0, trials={}, left_out={})
-    assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
-    assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
-    assert "on 3 devices of 2 nodes (1.8 there on average)" in str(summary)
-    assert f"a device was idle for {(10 + 1 + 3) / 3:.1f} s" in str(summary)
-
-
-def log_of_two_nodes(record: Any = lambda spans, changed: None) -> DeviceLog:
-    """Device 3 is there from 100 s on, 0 and 1 of another node from 102 s to 105 s, 0 again."""
-    first = Device(index=3, node=0, kind="a100")
-    both = [Device(index=i, node=5, kind="cpu", node_name="late") for i in (0, 1)]
-    there = [first]
-    log = DeviceLog(record, lambda: there)
-    log.begin(100.0)
-
-    def note(now: float, *events: Any) -> None:
-        for event in events:
-            log.take(event, None, now)
-        log.write()
-
-    there += both
-    note(102.0, DeviceJoined(device=both[0]))
-    note(103.0, DeviceJoined(device=both[1]), DeviceLost(device=3))
-    note(105.0, DeviceGone(device=0), DeviceGone(device=1))
-    note(106.0, DeviceGone(device=1))  # again
-    note(108.0, DeviceJoined(device=both[0]))
-    return log
-
-
-def launch(number: int) -> Launch:
-    return Launch(run_id=number, number=number, devices=(), probe=False, measure=False, round=1)
-
-
-def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
-    told = []
-    log = log_of_two_nodes(lambda spans, changed: told.append((len(spans), changed)))
-    spans = [(s.device, s.node, s.kind, s.start, s.end) for s in log.spans]
-    assert spans == [
-        (3, "node 0", "a100", 100.0, None),
-        (0, "late", "cpu", 102.0, 105.0),
-        (1, "late", "cpu", 102.0, 105.0),
-        (0, "late", "cpu", 108.0, None),
-    ]
-    assert told == [(1, [0]), (3, [1, 2]), (3, [1, 2]), (4, [3])]
-
-
 def begin_slowly(trial: Any) -> float:
     """Like a compiled model: the first batch on other devices takes its time."""
     model = trial.prepare(small_model())
@@ -179,31 +114,6 @@ def test_what_moves_cost_is_measured(fleet: Any) -> None:
     assert all(seconds > 0.3 for seconds in costs)
     assert fleet.summary.move_s == pytest.approx(sum(costs) / 2)
     assert "moves to other devices: 2, at " in str(fleet.summary)
-
-
-def test_the_time_that_a_trial_waits_for_devices_is_no_cost_of_its_move() -> None:
-    moves, told, stays = Moves(), [], dict[int, Stay]()
-    happened: list[Any] = [
-        launch(0),
-        Trained(run_id=0),  # its first flight is no move
-        Leaving(run_id=0),
-        Requeue(number=0, run_id=0),  # a second for its checkpoint
-        launch(1),
-        launch(0),
-        Trained(run_id=1),
-        Trained(run_id=0),  # two until its first batch
-        Leaving(run_id=0),
-        MoveRefused(run_id=0),  # it could not be checkpointed
-        Requeue(number=0, run_id=0),  # by its trainer's death
-        launch(0),
-        Trained(run_id=0),
-    ]
-    for now, entry in enumerate(happened):
-        if isinstance(entry, Launch):
-            stays[entry.number] = Stay(launch=entry, start=now)
-        moves.take(entry, stays[entry.run_id], now)
-        told.append(moves.take_cost_s(entry.run_id))
-    assert [seconds for seconds in told if seconds is not None] == [3.0]
 
 
 def end_variously(trial: Any) -> float:

@@ -20,26 +20,17 @@ from unittest import mock
 import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, Limits, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import (
-    AnswerEpoch,
     DeviceJoined,
     DeviceLeaving,
     DeviceLost,
-    Ending,
-    EpochDecision,
     Launch,
-    RunLingers,
 )
 from optuna_fleet.exceptions import OutOfMemoryError
-from optuna_fleet.executor.call.performer import Performer
-from optuna_fleet.executor.call.receiver import Receiver
-from optuna_fleet.executor.call.run_calls import RunCalls
+from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.saves import Saves
-from optuna_fleet.executor.call.waits import GATHER_S, Deadlines
-from optuna_fleet.executor.call.watchdog import Limits
 from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import (
@@ -61,9 +52,8 @@ from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.main import trainer_main
-from optuna_fleet.wire.calls import AfterEpoch
 from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import Ended, TrainerReady
+from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     KillTrainer,
@@ -552,20 +542,6 @@ def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> Non
         try_again()
 
 
-def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> None:
-    run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
-    monkeypatch.setattr("time.time", lambda: -36_000.0)
-    answers: list[AfterEpoch] = []
-    parts: Any = SimpleNamespace(
-        saves=Saves(0.0, {}, lambda run: None),
-        calls=SimpleNamespace(answer_epoch=lambda run, answer: answers.append(answer)),
-        runs={1: run},
-        outcomes=None,
-    )
-    Performer(parts).carry_out(AnswerEpoch(run_id=1, decision=EpochDecision.GO))
-    assert answers == [AfterEpoch(EpochDecision.CHECKPOINT)]
-
-
 # -- runs that lose ranks ------------------------------------------------------------------------
 
 
@@ -597,28 +573,6 @@ def test_a_trial_fails_that_runs_out_of_memory_but_not_one_that_we_kill(
 ) -> None:
     run = run_on(0)
     assert type(run.lose_rank(died(0, out_of_memory=True), is_killed=is_killed)) is kind
-
-
-def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
-    parts = mock.MagicMock(runs={1: run_on(0, 1)})
-    parts.runtime.configure_mock(may_grow=True, rank_ended=lambda message: [])
-    receiver = Receiver(parts)
-    receiver.growth()
-    now = 0.0
-    receiver._endings = Deadlines(lambda: now)
-
-    def end(rank: int) -> None:
-        ended = Ended(run_id=1, rank=rank, device=rank, time_s=0.0, ending=Ending.YIELDED)
-        receiver.take(ended)
-
-    end(0)
-    assert (receiver.due(), receiver.waits_s()) == ([], [GATHER_S])
-    now = GATHER_S
-    assert (receiver.due(), receiver.due()) == ([RunLingers(run_id=1)], [])
-    parts.runs[1] = run_on(0, 1)
-    end(1)
-    end(0)
-    assert receiver.waits_s() == []
 
 
 # -- starts and ends ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
-from optuna_fleet.executor.call import parts
+from optuna_fleet.executor.call import driver
 from tests.fleets import Leg, small_model, small_pipeline, train_epoch
 from tests.waiting import until
 
@@ -85,7 +85,7 @@ class Telling(logging.Handler):
 def test_a_line_says_that_trials_are_under_way(
     monkeypatch: pytest.MonkeyPatch, log: io.StringIO, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(parts, "SILENT_S", 0.0)
+    monkeypatch.setattr(driver, "SILENT_S", 0.0)
     optuna.logging.set_verbosity(optuna.logging.INFO)
     logging.getLogger("optuna").addHandler(telling := Telling("Under way", tmp_path / "told"))
 
@@ -102,7 +102,7 @@ def test_a_line_says_that_trials_are_under_way(
 def test_a_quick_sweep_has_no_such_line(
     fleet: Any, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
-    monkeypatch.setattr(parts, "SILENT_S", 1e9)
+    monkeypatch.setattr(driver, "SILENT_S", 1e9)
     optuna.logging.set_verbosity(optuna.logging.INFO)
     optuna.create_study().optimize(lambda trial: 0.0, n_trials=3, executor=fleet)
     assert "Under way" not in log.getvalue()

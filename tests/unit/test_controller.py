@@ -19,7 +19,6 @@ from optuna_fleet.events import (
     BeginCheck,
     CheckAffordable,
     CheckEnded,
-    CheckpointSaved,
     DataRequested,
     DeviceGone,
     DeviceJoined,
@@ -278,15 +277,6 @@ def test_every_device_gets_a_probe_at_once() -> None:
     assert {t.status for t in world.controller._state.trials.values()} == {Status.PROBING}
 
 
-def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:
-    world = World(num_devices=1, trials=2)
-    instructions = world.end(0)
-    assert [type(i) for i in instructions] == [FinishTrial, Propose, Launch]
-    world.end(1)
-    assert world.controller.finished
-    assert world.done == [0, 1]
-
-
 def test_the_first_round_waits_for_all_rates() -> None:
     world = World(num_devices=2, trials=2)
     for run_id in (0, 1):
@@ -295,14 +285,6 @@ def test_the_first_round_waits_for_all_rates() -> None:
     (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
     assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 20.0]
     assert [c.devices for c in allocate.problem.candidates] == [(0,), (1,)]
-
-
-def test_equal_structures_share_one_profile() -> None:
-    world = World(num_devices=2, trials=2)
-    world.tell(reached(0, "same"))
-    world.tell(RateMeasured(run_id=0, samples_per_s=10.0))
-    (allocate,) = world.tell(reached(1, "same"))
-    assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 10.0]
 
 
 def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsewhere() -> None:
@@ -374,14 +356,6 @@ def test_a_node_that_leaves_poses_the_problem_that_its_loss_does_in_a_replay() -
     assert candidate.devices == (0, 1)
     candidate = replace(candidate, rates=candidate.rates[:2])  # the node is still there
     assert replace(announced.problem, candidates=(candidate,)) == lost.problem
-
-
-def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
-    world = World(num_devices=1, trials=1)
-    world.settle_all()
-    go, stop = EpochDecision.GO, EpochDecision.STOP
-    assert world.tell(epoch_ended(0)) == [AnswerEpoch(run_id=0, decision=go)]
-    assert world.tell(epoch_ended(0, converged=True)) == [AnswerEpoch(run_id=0, decision=stop)]
 
 
 @pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
@@ -456,15 +430,6 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
     assert world.tell(epoch_ended(3)) == [go]
 
 
-def test_what_can_not_be_moved_is_no_candidate() -> None:
-    world = World(num_devices=2, trials=2)
-    world.tell(reached(0, "a", resumable=False))
-    world.tell(reached(1, "b"))
-    (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
-    assert [c.number for c in allocate.problem.candidates] == [1]
-    assert allocate.problem.devices == (1,)
-
-
 def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
     world = World(num_devices=2, trials=1)
     world.tell(reached(0, "a", resumable=False))
@@ -489,59 +454,6 @@ def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
     assert answer.decision is EpochDecision.YIELD
 
 
-def test_a_lost_trainer_requeues_its_trial_and_cuts_off_its_peers() -> None:
-    world = World(num_devices=2, trials=1)
-    world.settle_all()
-    world.tell(epoch_ended(0))
-    world.end(0, Ending.YIELDED)
-    (run_id,) = world.runs
-    world.busy.pop(0)
-    assert world.tell(DeviceLost(device=0)) == [Abort(run_id=run_id, devices=(1,), lost=True)]
-    world.busy.clear()
-    instructions = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
-    assert Requeue(number=0, run_id=run_id) in instructions
-
-
-def test_a_trial_that_keeps_losing_its_devices_is_given_up() -> None:
-    world = World(num_devices=1, trials=1, max_restarts=2)
-    for _ in range(3):
-        (run_id,) = world.runs
-        world.runs.clear()
-        world.busy.clear()
-        instructions = world.tell(DeviceLost(device=0))
-        world.tell(joined(0))
-    assert GiveUp(number=0, run_id=run_id, restarts=3) in instructions
-    assert world.controller.finished
-
-
-def test_a_trial_goes_on_where_its_last_checkpoint_is() -> None:
-    world = World(num_devices=1, trials=1)
-    assert world.runs[0].checkpoint is None
-    world.lose(0)
-    ((run_id, launch),) = world.runs.items()
-    assert launch.checkpoint is None
-    world.settle_all()
-    for epoch in (1, 2, 3):
-        if epoch < 3:
-            world.tell(CheckpointSaved(run_id=run_id, epoch=epoch, location=f"after {epoch}"))
-        world.tell(epoch_ended(run_id, epochs_done=epoch))
-    world.lose(run_id)
-    world.tell(CheckpointSaved(run_id=run_id, epoch=9, location="too late"))
-    (allocate,) = world.unanswered
-    assert allocate.problem.by_number[0].epochs_done == 2
-    world.decide()
-    (launch,) = world.runs.values()
-    assert launch.checkpoint == "after 2"
-
-
-def test_a_trial_that_a_dead_driver_left_goes_on_where_that_had_a_checkpoint() -> None:
-    controller = Controller(PolicyRules())
-    controller.handle(joined(0))
-    (launch, *_) = controller.handle(TrialProposed(number=0, checkpoint="there"))
-    assert isinstance(launch, Launch)
-    assert launch.checkpoint == "there"
-
-
 def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_killed() -> None:
     world = World(num_devices=2, trials=1)
     world.settle_all()
@@ -551,47 +463,6 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
     assert cut == Abort(run_id=run_id, devices=(0,), lost=False)
     assert FinishTrial(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
-
-
-@pytest.mark.parametrize(
-    ("other", "is_lost"),
-    [
-        (Ending.DISCONNECTED, True),
-        (None, True),  # it is silent, and has to be killed
-        (Ending.RAISED, False),
-        (Ending.RETURNED, False),
-    ],
-)
-def test_a_collective_that_failed_for_want_of_its_peers_is_a_lost_device(
-    other: Ending | None, is_lost: bool
-) -> None:
-    world = World(num_devices=2, trials=1)
-    world.settle_all()
-    world.tell(epoch_ended(0))
-    world.end(0, Ending.YIELDED)
-    (run_id,) = world.runs
-    world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.DISCONNECTED))
-    world.runs.clear()
-    world.busy.clear()
-    last = (
-        DeviceLost(device=0, by_order=True)
-        if other is None
-        else RankEnded(run_id=run_id, device=0, ending=other)
-    )
-    instructions = world.tell(last)
-    end = Requeue if is_lost else FinishTrial
-    assert end(number=0, run_id=run_id) in instructions
-
-
-def test_nothing_is_launched_where_a_trainer_is_leaving() -> None:
-    world = World(num_devices=1, trials=2)
-    (run_id,) = world.runs
-    world.runs.clear()
-    world.busy.clear()
-    ended = RankEnded(run_id=run_id, device=0, ending=Ending.RAISED, is_leaving=True)
-    assert world.tell(ended) == [FinishTrial(number=0, run_id=run_id)]
-    assert world.tell(DeviceLost(device=0)) == []
-    assert [type(i) for i in world.tell(joined(0))] == [Propose, Launch]
 
 
 def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
@@ -607,13 +478,6 @@ def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
     world.runs.clear()
     world.busy.clear()
     assert Requeue(number=1, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
-
-
-def test_no_trial_gets_more_devices_than_its_batch_has_samples() -> None:
-    world = World(num_devices=4, trials=1)
-    world.tell(reached(0, "a", max_devices=2))
-    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
-    assert [c.widest for c in allocate.problem.candidates] == [2]
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)

@@ -6,7 +6,7 @@ import pytest
 
 from optuna_fleet.events import CheckpointSaved, Ending, Launch
 from optuna_fleet.executor.call.held import HeldStates, Start
-from optuna_fleet.executor.call.run_calls import RunCalls
+from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.wire.messages import CheckpointFailed, Ended
 

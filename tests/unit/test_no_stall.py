@@ -258,9 +258,9 @@ class World:
 
     def may_start(self, number: int, device: int) -> bool:
         """With its last restart a trial waits for a node that it was not lost on."""
-        trial, avoidance = self.controller._state.trials[number], self.controller._avoidance
+        trial, problems = self.controller._state.trials[number], self.controller._problems
         node = next(known.node for known in self.fleet if known.index == device)
-        return node not in trial.lost_on or not avoidance.waits(trial)
+        return node not in trial.lost_on or not problems.waits(trial)
 
     # -- what may happen --------------------------------------------------------------------------
 

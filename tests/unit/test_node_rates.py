@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from optuna_fleet.events import Ending, Launch, RankEnded, RateMeasured
-from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
+from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.resources import Device
 from tests.unit.test_controller import reached
 from tests.unit.test_presence import Sweep, joined, node_leaves

@@ -33,7 +33,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.resources import Device
 from tests.unit.test_controller import epoch_ended, reached
@@ -97,16 +97,6 @@ def test_kinds_and_the_widest_width_follow_who_is_there() -> None:
     assert presence.place_of(2) == (9, "a100")  # of runs that were there
     presence.join(device(2, node=1))  # another machine by that number
     assert (presence.place_of(2), presence.widest) == ((1, "cpu"), 3)
-
-
-def test_a_fleet_may_be_empty_for_any_while() -> None:
-    sweep = Sweep(trials=2)
-    assert sweep.tell() == []
-    assert launches(sweep.tell(joined(4, node=2))) == [(0, (4,))]
-    assert sweep.tell(*node_leaves(4)) == [Requeue(number=0, run_id=0)]
-    assert sweep.tell(*node_leaves(4)) == []  # no news
-    assert launches(sweep.tell(joined(1, node=0), joined(9, node=5))) == [(0, (1,)), (1, (9,))]
-    assert not sweep.controller.finished
 
 
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
@@ -245,14 +235,6 @@ def test_who_is_on_a_device_that_leaves_goes_elsewhere_before(paradigm: Any) -> 
     assert 0 in sweep.controller._state.idle
 
 
-def test_who_may_be_left_within_an_epoch_leaves_at_once() -> None:
-    sweep = Sweep(trials=1, paradigm="elastic", moves_within_epochs=True)
-    sweep.tell(joined(0))
-    model = reached(0, "s", resumable=True, movable=True)
-    sweep.tell(model, RateMeasured(run_id=0, samples_per_s=10.0))
-    assert sweep.tell(DeviceLeaving(device=0)) == [Interrupt(run_id=0)]
-
-
 @pytest.mark.parametrize("within_epochs", [True, False])
 def test_who_loses_a_device_stays_on_the_others(within_epochs: bool) -> None:
     sweep = Sweep(trials=1, paradigm="elastic", moves_within_epochs=within_epochs)
@@ -271,15 +253,6 @@ def test_who_loses_a_device_stays_on_the_others(within_epochs: bool) -> None:
     ended = [RankEnded(run_id=1, device=device, ending=Ending.YIELDED) for device in devices]
     assert [set(devices) >= set(rest) for _, devices in launches(sweep.tell(*ended))] == [True]
     assert set(sweep.problems[-1].candidates[0].devices) == set(rest)
-
-
-def test_who_is_on_a_device_that_leaves_is_not_measured_first() -> None:
-    sweep = Sweep(trials=1, paradigm="elastic", moves_within_epochs=True)
-    sweep.tell(joined(0))
-    sweep.tell(reached(0, "s", resumable=True, movable=True))
-    assert sweep.tell(DeviceLeaving(device=0)) == [Interrupt(run_id=0)]
-    sweep.tell(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
-    assert launches(sweep.tell(joined(5, node=1))) == [(0, (5,))]
 
 
 @pytest.mark.parametrize("lingers", [False, True])
@@ -302,11 +275,6 @@ def test_one_plan_serves_all_who_leave_a_node_unless_one_takes_its_time(lingers:
     assert launches(sweep.tell(RunLingers(run_id=1) if lingers else ended))
     (problem,) = sweep.problems
     assert len(problem.candidates) == 2 - lingers
-
-
-def test_nobody_is_launched_on_a_device_that_leaves() -> None:
-    sweep = Sweep(trials=9)
-    assert launches(sweep.tell(joined(0), joined(1), DeviceLeaving(device=1))) == [(0, (0,))]
 
 
 def test_a_plan_that_did_not_know_of_a_leave_is_not_carried_out_there() -> None:

@@ -1,10 +1,10 @@
 """One `optimize` call: hears, decides, has it done.
 
-- `driver` is the loop: `receiver` makes events of messages, the controller makes instructions of
-  events, `performer` carries these out. `parts` is what they share.
-- What trials ask: `call_handler`, `calls`. How ranks come apart: `ranks`. Who hangs: `watchdog`.
-- How runs begin (`launcher`, `objective_copies`), move (`stop_lines`, `held`, `saves`), end
+- `driver` is the loop: `receiver` makes events of what is heard, the controller makes instructions
+  of events, the driver carries these out. `parts` is what they share, and how they wait.
+- What trials ask: `call_handler`; what their ranks have in common: `ranks`. Who hangs: `watchdog`.
+- How runs (`runs`) begin (`launcher`), are saved and leave (`stop_lines`), go on (`held`), end
   (`outcomes`), and are checked before (`checks`).
-- What happened: `journal`, and what is made of it: `device_log`, `moves`, `progress`, `tally`;
-  `pipeline_log`. Users get a `FleetSummary` (`summary`).
+- What happened: `journal`, and what is made of it: `call_progress`, `tally`. Users get a
+  `FleetSummary` (`summary`).
 """

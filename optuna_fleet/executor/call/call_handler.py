@@ -9,7 +9,6 @@ from typing import Any
 
 from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.waits import SamplerReady
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -24,7 +23,6 @@ from optuna_fleet.wire.calls import (
     Report,
     ShouldPrune,
 )
-from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
@@ -36,7 +34,7 @@ class CallHandler:
 
     Args:
         send: Sends an answer to the trial on a device.
-        inbox: Where it is told that a slow sampler has something to say.
+        go_on_after: Sees to it that `go_on` is called once a slow sampler has something to say.
     """
 
     def __init__(
@@ -44,10 +42,10 @@ class CallHandler:
         send: Callable[[int, Any], None],
         ledger: Ledger,
         retention: CheckpointRetention,
-        inbox: Inbox,
+        go_on_after: Callable[[BackgroundSampler], None],
     ) -> None:
         self._send = send
-        self._inbox = inbox
+        self._go_on_after = go_on_after
         self._ledger = ledger
         self._retention = retention
         self._told: set[str] = set()  # what remarks were about
@@ -56,22 +54,18 @@ class CallHandler:
 
     def take(self, run: RunRecord, call: RankCall | Remark) -> EndEpoch | None:
         """Take a call and answer it; or return one that asks what to do after an epoch."""
-        if isinstance(call, Remark):
-            self._warn(run.launch.number, call)
-            return None
-        run.calls.take(call)
-        return self._carry_out(run)
-
-    def _warn(self, number: int, remark: Remark) -> None:
-        """Tell the user what a trial has found; once in a sweep, though each may find it."""
-        if not (remark.keys and self._told.issuperset(remark.keys)):
-            self._told.update(remark.keys)
-            compat.fleet_logger.warning(f"Trial {number}: {remark.text}")
+        if isinstance(call, RankCall):
+            run.calls.take(call)
+            return self._carry_out(run)
+        if not (call.keys and self._told.issuperset(call.keys)):  # once, though each may find it
+            self._told.update(call.keys)
+            compat.fleet_logger.warning(f"Trial {run.launch.number}: {call.text}")
+        return None
 
     def _carry_out(self, run: RunRecord) -> EndEpoch | None:
         """Carry out those of rank 0's calls that wait for no other rank."""
         ended = None
-        while (call := run.calls.next_call()) is not None:
+        while run.calls.queue and (call := run.calls.next_call()) is not None:
             match call:
                 case EndEpoch():
                     run.pending_epoch = ended = call
@@ -79,7 +73,7 @@ class CallHandler:
                     self._waiting.append((run, call))
                     self._suggest()
                 case _:
-                    self._answer(run, call, self._carried_out(run, call))
+                    run.calls.answer(call, self._carried_out(run, call))
         self._send_replies(run)
         return ended
 
@@ -104,7 +98,7 @@ class CallHandler:
             trial = self._ledger.unsampled(run.launch.number, call)
             if trial is not None and self._sampler is not None:
                 self._sampler.start(trial)
-                self._inbox.when_readable(self._sampler, SamplerReady())
+                self._go_on_after(self._sampler)
                 return
             self._waiting.popleft()
             began = time.monotonic()
@@ -113,16 +107,14 @@ class CallHandler:
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
 
-    def go_on(self) -> bool:
-        """Answer the trial that the sampler has thought for, if so, and then those in line."""
-        if self._sampler is None or not self._sampler.is_done:
-            return False
+    def go_on(self) -> None:
+        """Answer the trial that the sampler has thought for, and then those in line."""
+        assert self._sampler is not None
         error = self._sampler.take()
         run, call = self._waiting.popleft()
         failed = None if error is None else call.reply(error=pack_error(error))
         self._answer(run, call, failed or self._carried_out(run, call))
         self._suggest()
-        return True
 
     def end(self) -> None:
         """The call is over."""
@@ -142,15 +134,15 @@ class CallHandler:
         run.calls.leave(rank)
         self._carry_out(run)
 
-    # -- what is asked of the study ---------------------------------------------------------------
-
     def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
+        """What is asked of the study."""
         number = run.launch.number
         try:
             value: Any = None
             match call:
                 case Report():
                     self._ledger.report(number, call.value, call.step)
+                    return call.reply()  # which nobody reads
                 case ShouldPrune():
                     value = self._ledger.should_prune(number, call.last_step)
                 case IsAmongBest():

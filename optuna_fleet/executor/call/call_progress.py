@@ -18,7 +18,8 @@ from optuna_fleet.events import (
     Model,
     RateMeasured,
 )
-from optuna_fleet.executor.call.journal import Entry, Stay
+from optuna_fleet.executor.call.journal import Entry
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.records import CallState, RunState, record_call
@@ -75,11 +76,11 @@ class Progress:
 
     # -- news -------------------------------------------------------------------------------------
 
-    def take(self, entry: Entry, stay: Stay | None, now: float) -> None:
+    def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
         """See `Reader`."""
-        if stay is None:
+        if run is None:
             return
-        number = stay.launch.number
+        number = run.launch.number
         match entry:
             case Launch():
                 self._launched(entry, now)
@@ -121,14 +122,10 @@ class Progress:
 
     # -- the record -------------------------------------------------------------------------------
 
-    def waits_s(self) -> list[float]:
-        """Seconds until it is time to."""
-        return [self._due - self._clock()]
-
     @property
-    def is_due(self) -> bool:
-        """Whether it is time to."""
-        return self._clock() >= self._due
+    def left_s(self) -> float:
+        """Seconds until it is time to `note`, unless a launch comes first."""
+        return self._due - self._clock()
 
     def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> None:
         """Write down how it goes: `asked` are trials that were asked for and are not done."""

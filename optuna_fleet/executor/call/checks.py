@@ -15,9 +15,9 @@ from optuna_fleet.events import (
     Event,
     Launch,
 )
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
-from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.call.journal import DeviceLog
+from optuna_fleet.executor.call.launcher import ObjectiveCopies
+from optuna_fleet.executor.call.runs import Job, TrialRecord
 from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.preflight.findings import Findings
@@ -26,6 +26,8 @@ from optuna_fleet.preflight.verdict import Outcome, Verdict
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck
+
+_LOOK_EVERY_S = 5.0  # devices may come, and go
 
 _FIRST = (
     "Trial {number} is checked: its objective's beginning runs several times in processes that "
@@ -41,6 +43,7 @@ class Checks:
     Args:
         findings: What they have come to; outlives the call.
         devices: When which device was there.
+        later: Has `look` called so many seconds from now.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Checks:
         copies: ObjectiveCopies,
         findings: Findings,
         devices: DeviceLog,
-        clock: Callable[[], float] = time.time,
+        later: Callable[[float, Callable[[], list[Event]]], None],
     ) -> None:
         self._runtime = runtime
         self._job = job
@@ -59,27 +62,26 @@ class Checks:
         self._copies = copies
         self._findings = findings
         self._devices = devices
-        self._clock = clock
+        self._later = later
         self._order: BeginCheck | None = None
         self._id = -1  # of what a node was asked; none yet
         self._began = 0.0
         self._costs_s: list[float] = []
         self._is_affordable = False
         self._told: set[str] = set()
-        self._traits: dict[int, frozenset[str]] = {}  # by trial
 
-    def note(self, number: int, message: DataRequested) -> DataRequested:
+    def note(self, trial: TrialRecord, message: DataRequested) -> DataRequested:
         """A trial says what it is; return what the controller is to know: no traits, if off."""
         if self._job.options.preflight is None:
             return replace(message, model=replace(message.model, traits=frozenset()))
-        self._traits[number] = message.model.traits
+        trial.traits = message.model.traits
         return message
 
     def begin(self, order: BeginCheck) -> None:
         """Have a kind of trials be checked on a device."""
         if not self._findings.all and not self._costs_s:
             compat.fleet_logger.info(_FIRST.format(number=order.number))
-        self._order, self._id, self._began = order, -1, self._clock()
+        self._order, self._id, self._began = order, -1, time.time()
         self._is_affordable = False
         self.send_waiting()
 
@@ -119,7 +121,7 @@ class Checks:
         if message.verdict:
             verdict = pickle.loads(message.verdict)  # by our own agent's child
         order, self._order = self._order, None
-        self._costs_s.append(self._clock() - self._began)
+        self._costs_s.append(time.time() - self._began)
         finding, advice = verdict.told()
         if not (verdict.may_widen and verdict.may_move) and finding not in self._told:
             self._told.add(finding)
@@ -127,7 +129,7 @@ class Checks:
             compat.fleet_logger.warning(text.strip())
         found = verdict.finding(order.traits)
         self._findings.keep(found, for_good=verdict.outcome is not Outcome.NOT_CHECKED)
-        return [CheckEnded(finding=found)]
+        return [CheckEnded(finding=found), *self.look()]
 
     def node_lost(self, devices: Collection[int]) -> list[Event]:
         """A node is gone with these devices: what was checked there is begun again elsewhere."""
@@ -137,11 +139,11 @@ class Checks:
         self._is_affordable = True
         return [CheckEnded(finding=None)]
 
-    def began_anew(self, launch: Launch) -> str:
+    def began_anew(self, launch: Launch, trial: TrialRecord) -> str:
         """What begins anew where a trial goes on from its checkpoint; "" if nothing is known."""
-        if launch.checkpoint is None or not (traits := self._traits.get(launch.number)):
+        if launch.checkpoint is None or not trial.traits:
             return ""
-        found = [one.began_anew for one in self._findings.all if one.traits == traits]
+        found = [one.began_anew for one in self._findings.all if one.traits == trial.traits]
         return found[-1] if found else ""
 
     # -- its share of the devices' time -----------------------------------------------------------
@@ -149,27 +151,20 @@ class Checks:
     def _missing_s(self) -> float:
         """Seconds for which all devices must still work, until the next one is affordable."""
         assert self._job.options.preflight is not None
-        there_s = sum(self._devices.there_s(self._clock()).values())
+        there_s = sum(self._devices.there_s(time.time()).values())
         return paid_after_s(self._costs_s, self._job.options.preflight.share) - there_s
 
-    def due(self) -> list[Event]:
-        """Whether another one may be made."""
-        self.send_waiting()  # the trainer of its device may have died, and another come
-        if not self._is_awaited or self._missing_s() > 0:
+    def look(self) -> list[Event]:
+        """Say whether another one may be made; if not, it is looked again until one may."""
+        is_off = self._job.options.preflight is None
+        if is_off or self._is_affordable or self._order is not None:
+            return []
+        if (missing_s := self._missing_s()) > 0:
+            all_work_s = missing_s / max(1, len(self._runtime.nodes.devices)) + 0.01
+            self._later(min(all_work_s, _LOOK_EVERY_S), self.look)
             return []
         self._is_affordable = True
         return [CheckAffordable()]
-
-    def waits_s(self) -> list[float]:
-        """Seconds until `due` may have more to tell."""
-        if not self._is_awaited:
-            return []
-        return [max(0.0, self._missing_s()) / max(1, len(self._runtime.nodes.devices)) + 0.01]
-
-    @property
-    def _is_awaited(self) -> bool:
-        is_off = self._job.options.preflight is None
-        return not (is_off or self._is_affordable or self._order is not None)
 
     def end(self) -> None:
         """The call is over."""

@@ -5,48 +5,43 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
-from optuna_fleet.events import Event, FinishTrial, GiveUp, Instruction, Launch, Requeue
+from optuna_fleet.events import DeviceGone, DeviceJoined, Event, Instruction
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.wire.messages import Ended, Leaving, Trained
+from optuna_fleet.sampler_bridge.records import DeviceSpan
 
-Entry: TypeAlias = Event | Instruction | Ended | Leaving | Trained
-"""What the controller hears and wants, and what runs say that is of no concern to it."""
+Entry: TypeAlias = Event | Instruction
+"""What the controller hears and wants."""
 
 _STORY = 40
 _PLAIN = (bool, int, float, str, tuple, Enum)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """A run that has not ended: its launch, and when that was, in seconds since the epoch."""
-
-    launch: Launch
-    start: float
-
-
 class Reader(Protocol):
     """Makes something of what happens."""
 
-    def take(self, entry: Entry, stay: Stay | None, now: float) -> None:
-        """Take the next entry; `stay` is the run that it is about, `now` as `Journal.now`."""
+    def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
+        """Take the next entry, with the run that it is about, if it has begun and not ended."""
 
 
 class Journal:
     """Notes what happens, and tells each reader of it.
 
     Args:
+        runs: Those that have begun and not ended, by run id.
         readers: They are told in this order.
     """
 
-    def __init__(self, *readers: Reader) -> None:
+    def __init__(self, runs: Mapping[int, RunRecord], *readers: Reader) -> None:
+        self._runs = runs
         self._readers = readers
         self._zero = time.time() - time.monotonic()
-        self._stays: dict[int, Stay] = {}
         self._last: deque[tuple[float, Entry]] = deque(maxlen=_STORY)
 
     def now(self) -> float:
@@ -59,13 +54,9 @@ class Journal:
         self._last.append((now, entry))
         if fleet_logger.isEnabledFor(logging.DEBUG):
             fleet_logger.debug(_in_words(entry))
-        if isinstance(entry, Launch):
-            self._stays[entry.run_id] = Stay(launch=entry, start=now)
-        stay = self._stays.get(getattr(entry, "run_id", -1))
+        run = self._runs.get(getattr(entry, "run_id", -1))
         for reader in self._readers:
-            reader.take(entry, stay, now)
-        if isinstance(entry, FinishTrial | Requeue | GiveUp):
-            self._stays.pop(entry.run_id, None)
+            reader.take(entry, run, now)
 
     def attach_to(self, error: BaseException) -> None:
         """What happened last is shown below this error, a line each."""
@@ -88,3 +79,77 @@ def _short(entry: Any) -> Iterator[tuple[str, object]]:
             yield field.name, value.name
         elif isinstance(value, _PLAIN):
             yield field.name, value
+
+
+class DeviceLog:
+    """From when to when each device was there: a reader of the journal.
+
+    Args:
+        record: Given all spans, and the positions of those that have changed.
+        there: The devices of all nodes: where one trainer is ready, its node is there.
+
+    Attributes:
+        spans: One for each time that a device was there; while it is, without an end.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[Sequence[DeviceSpan], Sequence[int]], None],
+        there: Callable[[], Iterable[Device]],
+    ) -> None:
+        self.spans: list[DeviceSpan] = []
+        self._record = record
+        self._there = there
+        self._open: dict[int, int] = {}  # position of the span without an end, by device
+        self._changed: list[int] = []
+
+    def begin(self, now: float) -> None:
+        """The call begins with the devices that are there."""
+        self._join(self._there(), now)
+        self.write()
+
+    def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
+        """See `Reader`; `write` what comes of it."""
+        if isinstance(entry, DeviceJoined):
+            known = {span.device for span in self.spans}
+            new = (device for device in self._there() if device.index not in known)
+            self._join([entry.device, *new], now)
+        elif isinstance(entry, DeviceGone):
+            self._leave(entry.device, now)
+
+    def write(self) -> None:
+        """Record what has changed."""
+        if self._changed:
+            changed, self._changed = self._changed, []
+            self._record(self.spans, changed)
+
+    def end(self, now: float) -> None:
+        """The call is over."""
+        for device in list(self._open):
+            self._leave(device, now)
+        self.write()
+
+    def _join(self, devices: Iterable[Device], now: float) -> None:
+        for device in devices:
+            if device.index in self._open:
+                continue
+            self._open[device.index] = len(self.spans)
+            self._changed.append(len(self.spans))
+            name = device.node_name or f"node {device.node}"
+            self.spans.append(
+                DeviceSpan(device=device.index, node=name, kind=device.kind, start=now)
+            )
+
+    def _leave(self, device: int, now: float) -> None:
+        position = self._open.pop(device, None)
+        if position is not None:
+            self.spans[position] = replace(self.spans[position], end=now)
+            self._changed.append(position)
+
+    def there_s(self, now: float) -> dict[int, float]:
+        """Seconds that each device was there, up to now."""
+        seconds: dict[int, float] = {}
+        for span in self.spans:
+            lasted = (now if span.end is None else span.end) - span.start
+            seconds[span.device] = seconds.get(span.device, 0.0) + max(0.0, lasted)
+        return seconds

@@ -5,25 +5,52 @@ from __future__ import annotations
 from dataclasses import replace
 
 from optuna_fleet.checkpoints.store import mark
-from optuna_fleet.events import FinishTrial, Launch
+from optuna_fleet.events import Launch
 from optuna_fleet.executor.call.held import Start
-from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
-from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.call.runs import Job, TrialRecord
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.resources import needs_gloo
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
+
+
+class ObjectiveCopies:
+    """The objective of a call, which each node keeps for its trainers: it is sent there once."""
+
+    def __init__(self, runtime: Runtime, job: Job) -> None:
+        self._runtime = runtime
+        self._job = job
+        self._at: dict[str, str | None] = {}  # by agent; None until it has answered
+
+    def on_device(self, device: int) -> str | None:
+        """Where it is on a device's node; None until that has it."""
+        process = self._runtime.trainers.process_on(device)
+        if process is None:
+            return None
+        if process.agent not in self._at:
+            self._at[process.agent] = None
+            job = self._job
+            message = KeepObjective(
+                objective_id=job.objective_id, objective=job.objective, settings=job.settings
+            )
+            self._runtime.agents.tell(process.agent, message)
+        return self._at[process.agent]
+
+    def kept(self, message: ObjectiveKept) -> None:
+        """A node has an objective."""
+        if message.objective_id == self._job.objective_id:
+            self._at[message.agent] = message.path
 
 
 class Launcher:
     """Sends `RunTrial` to the trainers of one call.
 
     Attributes:
-        launched: Numbers of the trials that were launched at least once, be it by a driver that
-            is dead.
+        has_launched: Any trial was launched, be it by a driver that is dead.
     """
 
     def __init__(
@@ -42,24 +69,18 @@ class Launcher:
         self._ledger = ledger
         self._proposals = proposals
         self._waiting: list[tuple[int, RunTrial]] = []
-        self.launched: set[int] = set(proposals.adopted())
-        self._without_checkpoint: set[int] = set()
+        self.has_launched = bool(proposals.adopted())
         self._token = mark(retention.folder.root)
 
-    def trial_ended(self, last: FinishTrial) -> None:
-        """What its last run has left is the trial's."""
-        self._retention.left(last.number, self._run_name(last.run_id))
-
-    def _run_name(self, run_id: int) -> str:
+    def run_name(self, run_id: int) -> str:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
         return f"{self._token[:8]}-{run_id}"
 
-    def launch(self, what: Start) -> None:
+    def launch(self, what: Start, trial: TrialRecord) -> None:
         """Start a run of a trial, with what was suggested to it before, on its devices."""
-        number = what.launch.number
-        if number not in self.launched:
-            self._retention.drop(number)  # of another study of that name
-            self.launched.add(number)
+        if not trial.was_launched:
+            self._retention.drop(what.launch.number)  # of another study of that name
+        trial.was_launched = self.has_launched = True
         order = replace(self._order(what.launch), held=what.held)
         for rank, device in enumerate(what.launch.devices):
             self._waiting.append((device, replace(order, rank=rank)))
@@ -84,7 +105,7 @@ class Launcher:
             study_name=folder.study_name,
             by_gloo=needs_gloo((agents.devices[d] for d in launch.devices), agents.nodes.here()),
             parameters=self._ledger.suggested(launch.number),
-            run_name=self._run_name(launch.run_id),
+            run_name=self.run_name(launch.run_id),
             folder=str(folder.path),
             folder_token=self._token,
             checkpoints=() if location is None else folder.resumable(location),
@@ -115,16 +136,6 @@ class Launcher:
                 order = replace(order, store=rendezvous.store, objective_at=objective_at)
                 self._runtime.send(device, order)
         self._waiting = kept
-
-    def checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
-        """Say so once per trial."""
-        if number not in self._without_checkpoint:
-            self._without_checkpoint.add(number)
-            compat.fleet_logger.warning(
-                f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
-                "that is mended, it can't change its devices, and should its process die, it is "
-                "run again from its last good checkpoint, or without one from its beginning."
-            )
 
     def trainer_died(self, device: int) -> None:
         """No run that waited to be sent there begins."""

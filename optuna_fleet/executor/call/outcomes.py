@@ -70,10 +70,6 @@ class Outcomes:
         )
         self._tell(number, None, error)
 
-    def give_back(self, number: int) -> None:
-        """A trial that was never launched goes back to the study."""
-        self._proposals.return_to_queue(number)
-
     def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
         try:
             self._ledger.settle(number, value, error)

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from optuna_fleet.events import Event
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from optuna_fleet.events import Event, Launch
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_progress import Progress
 from optuna_fleet.executor.call.checks import Checks
-from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.held import HeldStates, Start
-from optuna_fleet.executor.call.journal import Journal
-from optuna_fleet.executor.call.launcher import Launcher
-from optuna_fleet.executor.call.moves import Moves
-from optuna_fleet.executor.call.objective_copies import ObjectiveCopies
+from optuna_fleet.executor.call.journal import DeviceLog, Journal
+from optuna_fleet.executor.call.launcher import Launcher, ObjectiveCopies
 from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
-from optuna_fleet.executor.call.pipeline_log import PipelineLog
-from optuna_fleet.executor.call.runs import Job, RunRecord
-from optuna_fleet.executor.call.saves import Saves
+from optuna_fleet.executor.call.ranks import RunCalls
+from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.stop_lines import StopLines
-from optuna_fleet.executor.call.summary import FleetSummary, counted
-from optuna_fleet.executor.call.tally import Tally
-from optuna_fleet.executor.call.waits import Deadlines
+from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.tally import PipelineLog, Tally
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.preflight.findings import Findings
-from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.inbox import Readable
 
-SILENT_S = 5.0
-"""A call that takes longer without a result says what is under way."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """It is time for something, or something is there: a call knows what; void after its end."""
+
+    number: int
 
 
 class Parts:
@@ -40,10 +49,10 @@ class Parts:
         began: When the call did, in seconds since the epoch.
 
     Attributes:
-        journal: What happens; `devices`, `moves`, `progress` and `tally` are its readers.
+        journal: What happens; `devices`, `progress` and `tally` are its readers.
         runtime: The fleet, which outlives the call.
         runs: Those that have not ended on all their devices, by run id.
-        deadlines: Until when devices have time to end what they were told to end.
+        trials: Those that were to fly and are not done, by number.
     """
 
     def __init__(
@@ -60,52 +69,110 @@ class Parts:
         self.runtime = runtime
         self.ledger = ledger
         self.proposals = proposals
-        self.job = job
         self.retention = retention
         self.runs: dict[int, RunRecord] = {}
-        self.deadlines = Deadlines()
-        self._has_spoken = False
+        self.trials: dict[int, TrialRecord] = {}
         self.began = began
+        self._acts: dict[int, Callable[[], Sequence[Event] | None]] = {}
+        options, send = job.options, runtime.send
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
-        self.moves = Moves()
         self.progress = Progress.of(ledger, proposals)
         self.tally = Tally(began, ledger.records.decision)
-        self.journal = Journal(self.devices, self.moves, self.progress, self.tally)
-        self.calls = CallHandler(runtime.send, ledger, retention, runtime.inbox)
+        self.journal = Journal(self.runs, self.devices, self.progress, self.tally)
+        self.calls = CallHandler(send, ledger, retention, self._go_on_after)
         self.outcomes = Outcomes(ledger, proposals, retention)
         self.copies = ObjectiveCopies(runtime, job)
         self.launcher = Launcher(runtime, job, retention, ledger, proposals, self.copies)
-        self.checks = Checks(runtime, job, ledger, self.copies, findings, self.devices)
-        self.stop_lines = StopLines(runtime.send)
+        self.checks = Checks(runtime, job, ledger, self.copies, findings, self.devices, self.later)
+        self.stop_lines = StopLines(options.checkpoints.interval_s, send, self.later_of)
         self.held = HeldStates(self.runs)
-        self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.stop_lines.save)
-        self.watchdog = Watchdog(job.options.limits, runtime.process_state)
+        self.watchdog = Watchdog(options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(
             ledger.records.pipeline_span, runtime.reports.total, self.journal.now()
         )
-        self.evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
+        self.evaluator = EpochEvaluator(options, ledger, maximize=job.maximize)
+
+    # -- when it is time --------------------------------------------------------------------------
+
+    def later(
+        self, seconds: float, act: Callable[..., Sequence[Event] | None], *arguments: Any
+    ) -> None:
+        """Have this call do something so many seconds from now; it returns what is news."""
+        self.runtime.inbox.later(max(0.0, seconds), self._due(partial(act, *arguments)))
+
+    def _due(self, act: Callable[[], Sequence[Event] | None]) -> Due:
+        self._acts[number := next(_numbers)] = act
+        return Due(number)
+
+    def do(self, due: Due) -> Sequence[Event]:
+        """Do it; return what is news."""
+        act = self._acts.pop(due.number, None)
+        return () if act is None else act() or ()
+
+    def later_of(
+        self,
+        seconds: float,
+        run: RunRecord,
+        act: Callable[..., Sequence[Event] | None],
+        *arguments: Any,
+    ) -> None:
+        """Likewise, unless the run has ended by then, with it as the first argument."""
+
+        def act_if_there() -> Sequence[Event] | None:
+            is_there = self.runs.get(run.launch.run_id) is run
+            return act(run, *arguments) if is_there else None
+
+        self.later(seconds, act_if_there)
+
+    def when_readable(self, what: Readable, act: Callable[[], Sequence[Event] | None]) -> None:
+        """Have this call do something once this is readable, or its other end is gone."""
+        self.runtime.inbox.when_readable(what, self._due(act))
+
+    def when_done(self, what: Future[Any], act: Callable[[], Sequence[Event] | None]) -> None:
+        """Have this call do something once a thread has a result, or has none."""
+        due = self._due(act)
+        what.add_done_callback(lambda _: self.runtime.inbox.put(due))
+
+    def _go_on_after(self, sampler: BackgroundSampler) -> None:
+        def go_on() -> list[Event]:
+            self.calls.go_on()
+            return self.outcomes.propose(again=True)
+
+        self.when_readable(sampler, go_on)
+
+    # -- runs -------------------------------------------------------------------------------------
+
+    def new_run(self, launch: Launch) -> None:
+        """A run begins, or will when it is known what it goes on with."""
+        agents = self.runtime.agents
+        self.runs[launch.run_id] = RunRecord(
+            launch=launch,
+            start=self.journal.now(),
+            calls=RunCalls(world_size=len(launch.devices)),
+            has_one_clock=len({agents.devices[device].node for device in launch.devices}) == 1,
+            trial=(trial := self.trials.setdefault(launch.number, TrialRecord())),
+            began_anew=self.checks.began_anew(launch, trial),
+        )
 
     def start(self, what: Start) -> list[Event]:
         """Carry out a launch: tell the trainers; return what is news to the controller."""
-        self.runs[what.launch.run_id].begin(what.launch)
-        self.watchdog.launched(what.launch)
-        self.launcher.launch(what)
+        run = self.runs[what.launch.run_id]
+        run.launch = what.launch  # now the order of its ranks is known
+        self.watchdog.launched(run)
+        self.keep_to_time(run)
+        self.launcher.launch(what, run.trial)
         return [] if what.saved is None else [what.saved]
 
-    def note_call(self) -> None:
-        """Tell the study how the call is getting on, if it is time to."""
-        if not self.progress.is_due:
-            return
-        launches = [run.launch for run in self.runs.values()]
-        flying = {launch.number for launch in launches}
-        self.progress.note(flying, self.proposals.unfinished(), self.proposals.num_asked)
-        num_devices = sum(len(launch.devices) for launch in launches)
-        self.ledger.show_under_way(len(flying), num_devices)
-        if flying and not self._has_spoken and self.journal.now() - self.began >= SILENT_S:
-            self._has_spoken = True
-            if not self.ledger.ended:
-                on = f"{counted(len(flying), 'trial')} on {counted(num_devices, 'device')}"
-                fleet_logger.info(f"Under way: {on}. None has ended yet.")
+    def keep_to_time(self, run: RunRecord) -> None:
+        """See to it that a run ends in time; to be called again until that is near."""
+        left_s = self.watchdog.left_s(run)
+        if left_s < self.watchdog.look_every_s:
+            self.later_of(left_s, run, self.fail_if_faulty)
+
+    def fail_if_faulty(self, run: RunRecord) -> list[Event]:
+        """End a run whose trial has broken a limit, or whose ranks have come apart."""
+        error = self.watchdog.error(run)
+        return [] if error is None else [run.fail(error)]
 
     def summary(self, stats: PipelineStats | None) -> FleetSummary:
         """The call in numbers; `stats` are the pipeline's, if there is one."""

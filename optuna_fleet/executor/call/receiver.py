@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from optuna_fleet.events import (
     CheckpointSaved,
     DataRequested,
     DeviceGone,
+    DeviceJoined,
     DeviceLeaving,
     DeviceLost,
     Ending,
@@ -16,20 +18,16 @@ from optuna_fleet.events import (
     GrowthExpected,
     MoveMeasured,
     MoveRefused,
-    PreprocessingMeasured,
     RankEnded,
     RateMeasured,
-    RunFailed,
     RunLingers,
     WidthLimited,
 )
 from optuna_fleet.executor.call.held import Start
-from optuna_fleet.executor.call.parts import Parts
+from optuna_fleet.executor.call.parts import Due, Parts
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
-from optuna_fleet.executor.call.watchdog import Broken, Hung
+from optuna_fleet.executor.call.watchdog import Hung, may_be_joining
 from optuna_fleet.executor.fleet.faults import NodeFaults
-from optuna_fleet.executor.fleet.pipelines import Capacity
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
 from optuna_fleet.wire.messages import (
@@ -52,6 +50,62 @@ from optuna_fleet.wire.node_messages import (
     TrainerExited,
 )
 
+GATHER_S = 0.15
+"""For so long others are waited for that may join, or end: one plan serves all of them."""
+
+AWAIT_S = 1.0
+"""For so long in all those that are known to come, while trials run."""
+
+LEAVE_S = 0.5
+"""For so long trials that have left a node that goes wait for the others there."""
+
+
+class Joins:
+    """Holds back devices that join, until no more of them are waited for.
+
+    Args:
+        are_starting: Whether others are on their way, for which trials that run can wait.
+        later: Has `due` asked so many seconds from now.
+    """
+
+    def __init__(
+        self,
+        are_starting: Callable[[], bool],
+        later: Callable[[float, Callable[[], list[Event]]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._are_starting = are_starting
+        self._later = later
+        self._clock = clock
+        self._held: list[Event] = []
+        self._first = 0.0
+
+    def held_back(self, events: Sequence[Event], *, at_once: bool = False) -> list[Event]:
+        """What to tell now: nothing of devices that join; anything else comes after these.
+
+        If no trial has run yet, all is told `at_once`.
+        """
+        is_first = not self._held
+        self._held += events
+        if at_once or not all(isinstance(event, DeviceJoined) for event in events):
+            return self._all()
+        if is_first and self._held:
+            self._first = self._clock()
+            self._later(GATHER_S, self.due)
+            self._later(AWAIT_S, self.due)
+        return self.due()
+
+    def due(self) -> list[Event]:
+        """Devices that have waited long enough."""
+        waited_s = self._clock() - self._first
+        if waited_s < GATHER_S or (waited_s < AWAIT_S and self._are_starting()):
+            return []
+        return self._all()
+
+    def _all(self) -> list[Event]:
+        events, self._held = self._held, []
+        return events
+
 
 class Receiver:
     """Takes messages, in order, notes what they say and answers calls; returns what is news."""
@@ -60,18 +114,22 @@ class Receiver:
         self._parts = parts
         self._runtime, self._runs = parts.runtime, parts.runs
         self._exclusion = parts.runtime.exclusion
-        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting)
-        self._endings = Deadlines()  # of runs in which a rank has ended, or will
+        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, parts.later)
         self._node_faults = NodeFaults()
-        self._capacity = Capacity()
-        self._may_grow = not parts.runtime.may_grow
+        self._are_any_lost = False  # else it makes no difference who gets on
+        self._may_grow: bool | None = None
+        self._left_out: set[int] = set()
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def take(self, message: Any) -> list[Event]:
+    def take(self, message: Any) -> Sequence[Event]:
         """Take a message; what ended runs still say is dropped."""
+        if isinstance(message, Due):
+            return self._parts.do(message)
         run = self._runs.get(getattr(message, "run_id", -1))
-        return self._take(message) if run is None else self._take_of_run(run, message)
+        if run is not None:
+            return self._take_of_run(run, message)
+        return [*self._take(message), *self.changes()]
 
     def _take_of_run(self, run: RunRecord, message: Any) -> list[Event]:  # noqa: C901 - one arm each
         parts, number = self._parts, run.launch.number
@@ -79,25 +137,29 @@ class Receiver:
         match message:
             case RankCall() | Remark():
                 return self._called(run, message)
+            case Heartbeat():
+                error = parts.watchdog.hear(run, message)
+                return [] if error is None else [run.fail(error)]
             case AtStep():
                 parts.stop_lines.at_step(run, message.rank, message.place)
             case DataRequested():
                 return self._data_requested(run, message)
-            case RateMeasured() | WidthLimited() | MoveRefused():
+            case RateMeasured() | WidthLimited():
+                return [message]
+            case MoveRefused():
+                run.leaving = None
                 return [message]
             case CheckpointSaved():
                 return [message, *self._checkpoint_told(message, number)]
             case CheckpointFailed():
                 return self._checkpoint_told(message, number)
             case Leaving():
-                parts.journal.note(message)
+                run.leaving = run.leaving or parts.journal.now()
                 parts.held.leaves(message.run_id)
-            case Trained():
-                parts.journal.note(message)
-                if (seconds := parts.moves.take_cost_s(number)) is not None:
-                    return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
-            case Heartbeat():
-                parts.watchdog.hear(message)
+            case Trained() if run.trial.moved_s is not None:
+                seconds = run.trial.moved_s + parts.journal.now() - run.start
+                run.trial.moved_s = None
+                return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
             case Ended():
                 return self._rank_ended(run, message)
         return []
@@ -126,8 +188,6 @@ class Receiver:
                 return self._node_lost(message)
             case PipelineReport():
                 parts.pipeline_log.note(self._runtime.reports.total, parts.journal.now())
-                if self._capacity.heard(self._runtime.reports.last):
-                    return [PreprocessingMeasured(samples_per_s=self._capacity.samples_per_s)]
             case _:
                 parts.launcher.send_waiting()
         return []
@@ -135,47 +195,50 @@ class Receiver:
     def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
         self._runtime.prepare_groups()
         run.is_movable |= message.model.movable
-        message = self._parts.checks.note(run.launch.number, message)
+        self._parts.stop_lines.save_in_time(run)
+        message = self._parts.checks.note(run.trial, message)
         return [message, *self._parts.outcomes.propose(again=True)]
 
     def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
-        news: list[Event] = []
-        if (ended := self._parts.calls.take(run, call)) is not None:
-            number = run.launch.number
-            news.append(self._parts.evaluator.epoch_ended(number, ended))
-        if isinstance(call, Report | EndEpoch):
+        parts, news = self._parts, list[Event]()
+        if (ended := parts.calls.take(run, call)) is not None:
+            news.append(parts.evaluator.epoch_ended(run.launch.number, ended))
+        if self._are_any_lost and isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
-        return news + self._parts.outcomes.propose(again=True)
+        if parts.proposals.is_delayed:
+            news += parts.outcomes.propose(again=True)
+        return news
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
         parts, device = self._parts, message.device
         run.end_rank(message)
-        parts.watchdog.rank_ended(message)
         parts.calls.leave(run, message.rank)
-        parts.deadlines.drop(device)
         parts.stop_lines.at_step(run, message.rank)
         parts.held.rank_ended(run, message)
-        parts.journal.note(message)
-        ended = RankEnded(
-            run_id=message.run_id,
-            device=device,
-            ending=message.ending,
-            is_leaving=message.is_last or self._runtime.trainers.is_killed(device),
-        )
-        if run.remaining():
-            self._endings.begin(message.run_id, GATHER_S)
-        else:
-            self._endings.drop(message.run_id)
-        lost: list[Event] = []
+        self._will_linger(run, GATHER_S)
+        news: list[Event] = [
+            RankEnded(
+                run_id=message.run_id,
+                device=device,
+                ending=message.ending,
+                is_leaving=message.is_last or self._runtime.trainers.is_killed(device),
+            )
+        ]
         if message.is_last:  # before anything else is launched there
-            lost = [*self._device_lost(device), DeviceLost(device=device)]
+            news += [*self._device_lost(device), DeviceLost(device=device)]
         self._runtime.rank_ended(message)
-        news = [ended, *lost]
         if message.has_device_failed and message.error is not None:
-            return self._lost(run, device, message.error.description) + news
-        if message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
-            return self._progressed(run, [device]) + news
-        return news
+            news = self._lost(run, device, message.error.description) + news
+        elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
+            news = self._progressed(run, [device]) + news
+        return [*news, *parts.fail_if_faulty(run), *self.changes()]
+
+    def _will_linger(self, run: RunRecord, seconds: float) -> None:
+        """What its ranks leave is not free at once: others may end, for one plan."""
+        if run.remaining() and not run.will_linger:
+            run.will_linger = True
+            lingers = RunLingers(run_id=run.launch.run_id)
+            self._parts.later_of(seconds, run, lambda run: [lingers])
 
     def _checkpoint_told(
         self, message: CheckpointSaved | CheckpointFailed, number: int
@@ -184,13 +247,24 @@ class Receiver:
         if isinstance(message, CheckpointSaved):
             self._parts.retention.folder.saved(message.location)
         else:
-            self._parts.launcher.checkpoint_failed(number, message)
+            self._checkpoint_failed(number, message)
         match self._parts.held.take(message):
             case Start() as start:
                 return self._parts.start(start)
             case CheckpointSaved() as saved:
                 return [saved]
         return []
+
+    def _checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
+        """Say so, once per trial."""
+        trial = self._parts.trials[number]
+        if not trial.has_complained:
+            trial.has_complained = True
+            compat.fleet_logger.warning(
+                f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
+                "that is mended, it can't change its devices, and should its process die, it is "
+                "run again from its last good checkpoint, or without one from its beginning."
+            )
 
     def _device_lost(self, device: int) -> list[Event]:
         """No run begins there, and nothing is waited for that was there."""
@@ -205,21 +279,22 @@ class Receiver:
     ) -> list[Event]:
         device, trainers, news = message.device, self._runtime.trainers, list[Event]()
         if isinstance(message, TrainerExited) and message.process == trainers.process_on(device):
-            self._parts.deadlines.drop(device)
             news += self._device_lost(device)
             for run in [run for run in self._runs.values() if device in run.remaining()]:
                 is_killed = trainers.is_killed(device)
                 error = run.lose_rank(message, is_killed=is_killed)
                 if error is not None:
-                    news.append(_fail(run, error))
+                    news.append(run.fail(error))
                 elif not is_killed and not is_with_node:
                     news += self._lost(run, device, f"its trainer ended with {message.cause}")
-        return news + self._change_fleet(self._runtime.device_events(message))
+        news += self._change_fleet(self._runtime.device_events(message))
+        self._parts.checks.send_waiting()  # one may have waited for a trainer there
+        return news
 
     def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
-        for run_id, run in self._runs.items():
+        for run in self._runs.values():
             if not set(devices).isdisjoint(run.remaining()):
-                self._endings.begin(run_id, LEAVE_S)
+                self._will_linger(run, LEAVE_S)
         return self._change_fleet([DeviceLeaving(device=device) for device in devices])
 
     def _node_lost(self, message: NodeLost) -> list[Event]:
@@ -235,9 +310,8 @@ class Receiver:
     def _store_lost(self) -> list[Event]:
         """Those that look for each other there may do so for ever: it need not refuse them."""
         news: list[Event] = []
-        for run_id, run in self._runs.items():
-            is_joining = not run.has_met and self._parts.watchdog.may_be_joining(run_id)
-            if is_joining and len(run.launch.devices) > 1:
+        for run in self._runs.values():
+            if not run.has_met and may_be_joining(run) and len(run.launch.devices) > 1:
                 run.causes.append("the node where its ranks look for each other was lost")
                 for device in run.remaining():
                     self._runtime.kill(device)
@@ -245,71 +319,58 @@ class Receiver:
         return news
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
+        self._are_any_lost = True
         self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
-        if not self._node_faults.any_lost:
-            return []
         nodes = {self._exclusion.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
+        self._are_any_lost = self._node_faults.any_lost
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
         """Leave out nodes that lose all trials; what flies there counts as lost with its node."""
-        news: list[Event] = []
         for name, why in self._node_faults.take_bad(self._exclusion.nodes_in_use):
             devices = self._exclusion.leave_out_node(name, why)
             for run in self._runs.values():
                 if not set(devices).isdisjoint(run.remaining()):
                     run.causes.append(f"node {name} is left out")
-            news += self._change_fleet([DeviceGone(device=device) for device in devices])
+        return self._newly_left_out()
+
+    def _newly_left_out(self) -> list[Event]:
+        new = self._runtime.faults.left_out - self._left_out
+        self._left_out |= new
+        return self._change_fleet([DeviceGone(device=device) for device in sorted(new)])
+
+    def changes(self) -> list[Event]:
+        """What has changed in the fleet that nobody tells: who is left out, who may still join."""
+        news = self._newly_left_out()
+        if self._may_grow != (now := self._runtime.may_grow):
+            self._may_grow = now
+            news += self._change_fleet([GrowthExpected(is_expected=now)])
         return news
 
-    def _change_fleet(self, events: list[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._parts.launcher.launched)
+    def _change_fleet(self, events: Sequence[Event]) -> list[Event]:
+        return self._joins.held_back(events, at_once=not self._parts.launcher.has_launched)
 
     # -- what no message tells --------------------------------------------------------------------
 
-    def waits_s(self) -> list[float]:
-        """Seconds until `due` has more to tell, if that is known."""
-        checks = self._parts.checks
-        return [*self._joins.waits_s(), *self._endings.waits_s(), *checks.waits_s()]
+    def look(self) -> list[Event]:
+        """End runs that hang; say what else has changed."""
+        for run in self._runs.values():
+            self._parts.keep_to_time(run)
+        hung = self._parts.watchdog.hung(self._runs.values())
+        return [*(event for each in hung for event in self._end_hung(each)), *self.changes()]
 
-    def due(self) -> list[Event]:
-        """What is to be told now, though nobody has said anything."""
-        return [
-            *self.growth(),
-            *self._joins.due(),
-            *self._parts.checks.due(),
-            *(RunLingers(run_id=run_id) for run_id in self._endings.take_expired()),
-            *(DeviceGone(device=d) for d in self._runtime.faults.left_out),
-        ]
-
-    def growth(self) -> list[Event]:
-        """Whether devices may join that were never there, if that has changed."""
-        if self._may_grow == (now := self._runtime.may_grow):
-            return []
-        self._may_grow = now
-        return self._change_fleet([GrowthExpected(is_expected=now)])
-
-    def stop_faulty(self, fault: Hung | Broken) -> list[Event]:
-        """End a run that hangs or breaks a limit of its trial."""
-        run = self._runs[fault.run_id]
-        if isinstance(fault, Broken):
-            return [_fail(run, fault.error)]
-        run.causes.append(str(fault))
-        devices, news = run.launch.devices, list[Event]()
+    def _end_hung(self, hung: Hung) -> list[Event]:
+        run, news = hung.run, list[Event]()
+        run.causes.append(hung.words)
+        devices = run.launch.devices
         if len({self._exclusion.node_of(device) for device in devices}) == 1:
-            news = self._lost(run, devices[0], str(fault))
-        if fault.is_rendezvous and len(run.launch.devices) > 1:
+            news = self._lost(run, devices[0], hung.words)
+        if hung.is_rendezvous and len(devices) > 1:
             run.causes.append(self._runtime.replace_store())
         for device in run.remaining():
             self._runtime.kill(device)
         return news
-
-
-def _fail(run: RunRecord, error: BaseException) -> Event:
-    """End a run at once, and its trial with this error."""
-    run.verdict = error
-    return RunFailed(run_id=run.launch.run_id)

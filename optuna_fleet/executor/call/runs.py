@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optuna_fleet.events import Ending, Launch
+from optuna_fleet.events import Ending, Launch, RunFailed
 from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
-from optuna_fleet.executor.call.ranks import parted
-from optuna_fleet.executor.call.run_calls import RunCalls
+from optuna_fleet.executor.call.ranks import RunCalls, parted
 from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.records import Flight
 from optuna_fleet.settings import Settings
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import Ended, Place
+from optuna_fleet.wire.messages import Ended, Heartbeat, Place
 from optuna_fleet.wire.node_messages import TrainerExited
 from optuna_fleet.wire.packing import unpack, unpack_error
 
@@ -83,17 +83,36 @@ class StopLine:
 
 
 @dataclass(slots=True, kw_only=True)
+class TrialRecord:
+    """What outlives the runs of a trial that is not done.
+
+    Attributes:
+        was_launched: At least once, be it by a driver that is dead.
+        flown_s: For so many seconds it had devices, in runs that have ended.
+        moved_s: What its move has cost so far; None if it has trained since, or was not moved.
+        traits: By which checks know its kind.
+        has_complained: It was told that it goes on without a new checkpoint.
+    """
+
+    was_launched: bool = False
+    flown_s: float = 0.0
+    moved_s: float | None = None
+    traits: frozenset[str] = frozenset()
+    has_complained: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
 class RunRecord:
     """One stay of a trial on its devices.
 
     Attributes:
-        start: When it was launched, seconds since the epoch.
+        start: When it was launched, in seconds since the epoch.
         has_one_clock: All its ranks are on one node.
         ended: How its ranks ended, in order of arrival.
         lost: Devices whose trainers died before their ranks had ended.
         causes: What became of ranks that were lost.
         saved: When it was last told to make a checkpoint, by the monotonic clock.
-        started: When it was launched, likewise.
+        started: When its ranks were told to begin, likewise.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
         stop_line: Where it leaves its devices within an epoch, or is saved.
@@ -101,14 +120,21 @@ class RunRecord:
         has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
         began_anew: What began anew with it, as a check has found; "" for nothing.
+        will_be_saved: A time is set at which it is looked whether it is to be saved.
+        will_linger: A time is set after which what its ranks have left is free.
+        leaving: Since when its trial is about to leave its devices, as `start`.
+        heard: When each rank that is at work gave its last sign of life; see `Watchdog`.
+        heartbeats: What they said then.
+        progressed: When one of them was known to have come further.
     """
 
     launch: Launch
     start: float
     calls: RunCalls
+    trial: TrialRecord = field(default_factory=TrialRecord)
     has_one_clock: bool = True
     saved: float = field(default_factory=time.monotonic)
-    started: float = field(default_factory=time.monotonic)
+    started: float = math.inf
     ended: list[Ended] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     causes: list[str] = field(default_factory=list)
@@ -119,10 +145,12 @@ class RunRecord:
     has_met: bool = False
     has_died: bool = False
     began_anew: str = ""
-
-    def begin(self, launch: Launch) -> None:
-        """It begins as this launch says: now the order of its ranks is known."""
-        self.launch = launch
+    will_be_saved: bool = False
+    will_linger: bool = False
+    leaving: float | None = None
+    heard: dict[int, float] = field(default_factory=dict)
+    heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+    progressed: float = 0.0
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.
@@ -153,18 +181,20 @@ class RunRecord:
         return [self.calls.at_its_end(ended) for ended in self.ended]
 
     @property
-    def age_s(self) -> float:
-        """Seconds since it was launched."""
-        return time.monotonic() - self.started
-
-    @property
     def unsaved_s(self) -> float:
         """Seconds since it was last told to make a checkpoint."""
         return time.monotonic() - self.saved
 
+    def fail(self, error: BaseException) -> RunFailed:
+        """It ends at once, and its trial with this error."""
+        self.verdict = error
+        self.heard.clear()
+        return RunFailed(run_id=self.launch.run_id)
+
     def end_rank(self, ended: Ended) -> None:
-        """Note how a rank left the objective."""
+        """Note how a rank left the objective: there is nothing more to hear of it."""
         self.ended.append(ended)
+        self.heard.pop(ended.rank, None)
         if ended.ending is Ending.ABORTED and ended.error is not None:
             self.causes.append(f"device {ended.device} was aborted: {ended.error.description}")
 

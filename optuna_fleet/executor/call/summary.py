@@ -41,7 +41,7 @@ class FleetSummary:
         duration_s: Wall time of the call.
         startup_s: Seconds of it before its first trial began: processes that start, and import.
         busy_s: Seconds each device had a run.
-        waited_s: Seconds of these its run waited for data.
+        waited_s: Seconds of these its run waited for data, the mean over its ranks.
         probing_s: Seconds from the start of each trial's first run to its first request for data;
             0 for plain objectives.
         profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown

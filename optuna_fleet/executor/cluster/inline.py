@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from optuna_fleet.events import Ending, EpochDecision
-from optuna_fleet.executor.call.device_log import DeviceLog
+from optuna_fleet.executor.call.journal import DeviceLog
 from optuna_fleet.executor.call.outcomes import EpochEvaluator
 from optuna_fleet.executor.given import Options
 from optuna_fleet.resources import Device

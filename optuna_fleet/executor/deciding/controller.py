@@ -41,7 +41,6 @@ from optuna_fleet.events import (
     MoveMeasured,
     MoveRefused,
     PlanDecided,
-    PreprocessingMeasured,
     ProposalDelayed,
     ProposalsExhausted,
     Propose,
@@ -55,7 +54,6 @@ from optuna_fleet.events import (
     TrialProposed,
     WidthLimited,
 )
-from optuna_fleet.executor.deciding.avoidance import Avoidance
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.planner import Planner
 from optuna_fleet.executor.deciding.problems import Problems
@@ -84,8 +82,7 @@ class Controller:
         self._profiles = Profiles({} if profiles is None else profiles, self._state.devices)
         self._clearance = Clearance(findings)
         self._problems = Problems(self._state, self._profiles, self._clearance)
-        self._avoidance = Avoidance(self._state)
-        self._planner = Planner(self._state, self._problems, self._avoidance, self._clearance)
+        self._planner = Planner(self._state, self._problems, self._clearance)
         self._lost: set[int] = set()  # at this moment, as the next
         self._gone: set[int] = set()
 
@@ -145,8 +142,6 @@ class Controller:
                 self._state.num_to_come = 0
             case PlanDecided():
                 return self._planner.carry_out(event.plan)
-            case PreprocessingMeasured():
-                self._state.made_per_s = event.samples_per_s
             case CheckEnded():
                 self._clearance.end(event.finding)
                 self._state.end_check()
@@ -317,7 +312,7 @@ class Controller:
         instructions += self._begin_check()
         if self._state.is_deciding:  # what it is made for must still be there when it comes
             return instructions
-        unplanned = [t for t in self._state.waiting() if self._avoidance.waits(t)]
+        unplanned = [t for t in self._state.waiting() if self._problems.waits(t)]
         proposed = filter(self._planner.may_start, self._state.with_status(Status.PROPOSED))
         instructions += self._start_singly([*proposed, *unplanned])
         if self._state.is_exhausted:
@@ -349,7 +344,7 @@ class Controller:
             return False
         if self._state.num_without_run() < self._state.policy.lookahead:
             return True
-        waiting = [t for t in self._state.waiting() if not self._avoidance.waits(t)]
+        waiting = [t for t in self._state.waiting() if not self._problems.waits(t)]
         fits = any(map(self._problems.fits_fleet, waiting))
         if fits and not self._problems.are_last_to_come():
             return False
@@ -372,7 +367,7 @@ class Controller:
         free = self._state.free() if trials else []
         launches = []
         for trial in trials:
-            if (device := self._avoidance.first_for(trial, free)) is not None:
+            if (device := self._problems.first_for(trial, free)) is not None:
                 free.remove(device)
                 launches.append(self._launch(trial, (device,)))
         return launches

@@ -19,7 +19,6 @@ from optuna_fleet.events import (
     Interrupt,
     StartRound,
 )
-from optuna_fleet.executor.deciding.avoidance import Avoidance
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.problems import Problems
 from optuna_fleet.executor.deciding.state import State
@@ -80,13 +79,10 @@ class Rounds:
 class Planner:
     """Asks for plans and carries them out."""
 
-    def __init__(
-        self, state: State, problems: Problems, avoidance: Avoidance, clearance: Clearance
-    ) -> None:
+    def __init__(self, state: State, problems: Problems, clearance: Clearance) -> None:
         self._state = state
         self._policy = state.policy
         self._problems = problems
-        self._avoidance = avoidance
         self._clearance = clearance
         self._rounds = Rounds(state.policy)
 
@@ -185,7 +181,7 @@ class Planner:
 
     def _candidates(self) -> list[Trial]:
         trials = self._problems.candidates(is_first=self.round == 0)
-        return [t for t in trials if t.run is not None or not self._avoidance.waits(t)]
+        return [t for t in trials if t.run is not None or not self._problems.waits(t)]
 
     def _unsettled(self) -> set[int]:
         trials, runs = self._state.trials, self._state.runs.values()
@@ -205,8 +201,7 @@ class Planner:
         instructions: list[Instruction] = []
         posed = self._posed()
         assert self._state.problem is not None
-        is_held_back = self._problems.is_held_back(plan, self._state.problem)
-        if is_held_back or not self._clearance.is_kept(plan, posed):
+        if not self._clearance.is_kept(plan, posed):
             self.void()
             return instructions
         plan = self._amended(plan, posed)
@@ -230,7 +225,6 @@ class Planner:
         if self._policy.paradigm == "elastic" and not moves:
             return instructions
         self._rounds.begin(self._state.runs.values(), plan)
-        plan = self._problems.explained(plan)
         return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
 
     def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:
@@ -238,7 +232,7 @@ class Planner:
         assert self._state.problem is not None
         given = {device for a in plan.assignments.values() for device in a.devices}
         starting = {trial.number: trial for trial in posed if trial.run is None}
-        return self._avoidance.amended(plan, starting, set(self._state.problem.devices) - given)
+        return self._problems.amended(plan, starting, set(self._state.problem.devices) - given)
 
     def _posed(self) -> list[Trial]:
         """Whom the plan was asked about: others became candidates while it was made."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from statistics import median
 
-from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Plan
-from optuna_fleet.alloc.streams import demand
+from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Flotilla, Plan
 from optuna_fleet.events import Model
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.profiles import Profiles
@@ -107,7 +107,7 @@ class Problems:
         usable, joined = self.usable(candidates), self._state.joined
         nodes, kinds = self._nodes(usable), self._devices.kinds
         move_s = median(self._state.moves_s) if self._state.moves_s else self._policy.rescale_s
-        problem = AllocationProblem(
+        return AllocationProblem(
             candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
             nodes=tuple(map(tuple, nodes.values())),
             kinds=tuple(kind for _, kind in nodes) if len(kinds) > 1 else (),
@@ -120,34 +120,6 @@ class Problems:
             num_to_come=self._num_to_come(),
             joined={device: joined[device] for device in usable if device in joined},
         )
-        measured = self._state.made_per_s
-        if measured is None or problem.preprocess_samples_per_s is not None:
-            return problem
-        return _limited(problem, measured) if self._policy.looks_ahead else problem
-
-    def is_held_back(self, plan: Plan, problem: AllocationProblem) -> bool:
-        """Whether trials wait that fly, or for which there are devices, since data are slow.
-
-        If that was not told, but measured, it is forgotten until it is measured anew: mostly
-        trials share what is made, so that one more slows nobody.
-        """
-        told, flying = self._policy.preprocess_samples_per_s, plan.assignments
-        if told is not None or problem.preprocess_samples_per_s is None:
-            return False
-        free = problem.num_devices - sum(len(a.devices) for a in flying.values())
-        waiting = [c for c in problem.candidates if c.number not in flying]
-        if not any(c.devices or c.min_devices <= free for c in waiting):
-            return False
-        self._state.made_per_s = None
-        return True
-
-    def explained(self, plan: Plan) -> Plan:
-        """The plan, which says so if its trials are slowed by preprocessors, as measured."""
-        given, drawn = self._state.made_per_s, sum(f.stream_rate for f in plan.flotillas)
-        if given is None or drawn <= given or self._policy.preprocess_samples_per_s is not None:
-            return plan
-        slowed = f"slowed by preprocessors, measured to give {given:.4g} samples/s"
-        return replace(plan, reason=f"{plan.reason}; {slowed}")
 
     def _num_to_come(self) -> int:
         """As many as are to come, but no more than may be under way where these are few."""
@@ -201,22 +173,63 @@ class Problems:
             nodes[self._devices.place_of(device)].append(device)
         return dict(sorted(nodes.items()))
 
+    # -- where a trial is not started again -------------------------------------------------------
 
-def _limited(problem: AllocationProblem, measured: float) -> AllocationProblem:
-    """Plans may not draw more than was measured, if anything in them does so by growing.
+    # Not on nodes that it was lost on, while others have room: so a bad node shows itself by
+    # different trials, and costs none of them all of its restarts.
 
-    A figure that was measured may be too low: all can keep what they have, and whoever waits have
-    as few devices as possible.
-    """
-    limited = replace(problem, preprocess_samples_per_s=measured)
-    rates = {c.number: c.rate(_least(problem, c)) for c in problem.candidates}
-    limit = max(measured, demand(limited, rates))
-    if limit >= sum(max(c.rates) for c in problem.candidates):
-        return problem
-    return replace(problem, preprocess_samples_per_s=limit)
+    def _shuns(self, trial: Trial, device: int) -> bool:
+        return self._devices.place_of(device)[0] in trial.lost_on
 
+    def waits(self, trial: Trial) -> bool:
+        """Whether it is started, on one device, only on a node that it was not lost on.
 
-def _least(problem: AllocationProblem, candidate: Candidate) -> int:
-    """Devices that it has, or has to have."""
-    pinned = problem.pinned.get(candidate.number)
-    return pinned or problem.kept_width(candidate) or candidate.min_devices
+        If there is any, for the last time that it may lose its devices.
+        """
+        if not trial.losses or len(trial.losses) < self._policy.max_restarts:
+            return False
+        if trial.model is not None and not trial.fits_one_device:
+            return False
+        return any(not self._shuns(trial, device) for device in self._devices)
+
+    def first_for(self, trial: Trial, free: Collection[int]) -> int | None:
+        """The first free device on a node that it was not lost on; else on any, or none."""
+        device = min(free, key=lambda device: self._shuns(trial, device), default=None)
+        if device is None or (self._shuns(trial, device) and self.waits(trial)):
+            return None
+        return device
+
+    def amended(self, plan: Plan, starting: Mapping[int, Trial], spare: Collection[int]) -> Plan:
+        """A plan in which fewer devices are of nodes that their trials were lost on.
+
+        They are exchanged between trials that it is `starting`, and for the `spare` ones that it
+        gives to nobody.
+        """
+        if not any(trial.losses for trial in starting.values()):
+            return plan
+        given = {n: a.devices for n, a in plan.assignments.items() if n in starting}
+        owners = {device: number for number, devices in given.items() for device in devices}
+        self._exchange(pool := {**owners, **dict.fromkeys(spare)}, starting)
+        now = {n: tuple(sorted(d for d, owner in pool.items() if owner == n)) for n in given}
+        flotillas = (
+            tuple(replace(a, devices=now.get(a.number, a.devices)) for a in f.assignments)
+            for f in plan.flotillas
+        )
+        return replace(plan, flotillas=tuple(Flotilla(assignments=f) for f in flotillas))
+
+    def _exchange(self, pool: dict[int, int | None], starting: Mapping[int, Trial]) -> None:
+        """Change the owners of devices, so that fewer are on nodes that they were lost on."""
+
+        def shuns(number: int | None, device: int) -> bool:
+            return number is not None and self._shuns(starting[number], device)
+
+        def gains(device: int, other: int) -> bool:
+            number, theirs = pool[device], pool[other]
+            if number == theirs or shuns(number, other) or shuns(theirs, device):
+                return False
+            return self._devices.kind_of(device) == self._devices.kind_of(other)
+
+        for device in list(pool):
+            if shuns(pool[device], device):
+                other = next((other for other in pool if gains(device, other)), device)
+                pool[device], pool[other] = pool[other], pool[device]

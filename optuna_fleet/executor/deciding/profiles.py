@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.alloc.rates import RateProfile, pooled_scaling, profile_key
-from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.state import Presence
 
 # A rate this far below what its plan was made for is a reason to decide again at once.
 _SHORTFALL = 0.75
