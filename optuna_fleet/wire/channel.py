@@ -185,11 +185,6 @@ class Channel:
         return self._sock.fileno()
 
     @property
-    def is_closed(self) -> bool:
-        """Whether this end was closed."""
-        return self._sock.fileno() < 0
-
-    @property
     def has_hung_up(self) -> bool:
         """Whether the peer is gone, though what it has said may not all have been read."""
         waiting = select.poll()

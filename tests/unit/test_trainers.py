@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
+from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import ProcessId
 
@@ -17,23 +15,13 @@ JOINED, LOST = DeviceJoined(device=DEVICES[0]), DeviceLost(device=0)
 BY_ORDER = DeviceLost(device=0, by_order=True)
 
 
-class Timers:
-    """An inbox that notes what is to come."""
-
-    def __init__(self) -> None:
-        self.times: list[tuple[float, Any]] = []
-
-    def later(self, seconds: float, event: Any) -> None:
-        self.times.append((seconds, event))
-
-
 def process(pid: int | str) -> ProcessId:
     return ProcessId("agent", int(pid))
 
 
 def life(*news: str) -> list[Event]:
     """What the controller hears of device 0 after such news, each a word and a pid."""
-    trainers, events = Trainers(DEVICES, Timers()), list[Event]()
+    trainers, events = Trainers(DEVICES), list[Event]()
     for word, pid in (one.split() for one in news):
         match word:
             case "started":
@@ -73,12 +61,11 @@ def test_only_starts_that_failed_in_a_row_end_a_call() -> None:
 
 
 def test_those_of_a_dead_agent_are_not_waited_for() -> None:
-    trainers = Trainers(DEVICES, inbox := Timers())
+    trainers = Trainers(DEVICES)
     trainers.ready(0, process(7))
     trainers.ready(1, others := ProcessId("another agent", 8))
     trainers.kill(process(7))
     trainers.kill(process(9))  # which was starting
-    assert inbox.times == [(10.0, KillLate(process=process(pid))) for pid in (7, 9)]
     assert trainers.node_lost("agent") == {0: process(7)}
     assert not trainers.lingers(process(9))
     assert trainers.ended(0, process(7), "its agent's end") == [BY_ORDER]
@@ -86,7 +73,7 @@ def test_those_of_a_dead_agent_are_not_waited_for() -> None:
 
 
 def test_one_that_was_ready_before_it_was_known_to_be_started_is_not_waited_for() -> None:
-    trainers = Trainers(DEVICES, Timers())
+    trainers = Trainers(DEVICES)
     assert trainers.started(0, process(7))
     trainers.ready(0, process(8))
     trainers.retire(1, process(9))

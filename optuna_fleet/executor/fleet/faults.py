@@ -15,9 +15,10 @@ from optuna_fleet.wire.node_messages import KillTrainer, LeaveOut, ProcessId
 if TYPE_CHECKING:  # they need what is counted here
     from optuna_fleet.executor.fleet.agents import Agents
     from optuna_fleet.executor.fleet.nodes import StartLate
-    from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
+    from optuna_fleet.executor.fleet.trainers import Trainers
 
 _MAX_IN_A_ROW = 3
+_KILL_LIMIT_S = 10.0
 _LOOK_AGAIN_S = 1.0
 
 MAX_TRIALS_LOST = 3
@@ -54,6 +55,13 @@ class DeviceFaults:
         fleet_logger.warning(f"{name[0].upper()}{name[1:]} is left out from now on: {why}")
         self.left_out.update(devices)
         self.reasons[name] = why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillLate:
+    """A trainer that is killed should be gone by now."""
+
+    process: ProcessId
 
 
 @dataclass(slots=True)
@@ -119,8 +127,12 @@ class Exclusion:
 
     def kill(self, process: ProcessId) -> None:
         """Kill a trainer; its successor announces itself."""
-        self._trainers.kill(process)
+        self._note_kill(process)
         self._agents.tell(process.agent, KillTrainer(pid=process.pid))
+
+    def _note_kill(self, process: ProcessId) -> None:
+        self._trainers.kill(process)
+        self._agents.inbox.later(_KILL_LIMIT_S, KillLate(process=process))
 
     def end_stopped_agent(self, late: KillLate) -> None:
         """Kill an agent that does not do what it was told to, because it is stopped."""
@@ -132,7 +144,7 @@ class Exclusion:
 
     def _end_trainers(self, device: int) -> None:
         if (process := self._trainers.process_on(device)) is not None:
-            self._trainers.kill(process)
+            self._note_kill(process)
         self._agents.tell_node_of(device, LeaveOut(device=device))
 
 

@@ -21,11 +21,11 @@ from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.agents import Agents, NodeGone, NoticeDue
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
-from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
+from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion, KillLate
 from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
 from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.trainers import KillLate, Trainers
+from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
@@ -99,7 +99,7 @@ class Runtime:
             engine.close()
             self._remove_private_folder()
             raise
-        self.trainers = Trainers(self.agents.devices, self.inbox)
+        self.trainers = Trainers(self.agents.devices)
         self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
         exchange = setups.pipeline.exchange if setups.pipeline else "local"
         self.sharing = ChunkSharing(exchange, self.agents.tell)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
@@ -17,22 +15,6 @@ from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import ProcessId
 
 MAX_FAILED_STARTS = 3
-_KILL_LIMIT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillLate:
-    """A trainer that is killed should be gone by now."""
-
-    process: ProcessId
-
-
-class Timers(Protocol):
-    """What an `Inbox` does with time."""
-
-    def later(self, seconds: float, event: Any) -> None:
-        """See `Inbox`."""
-        ...
 
 
 class Trainers:
@@ -43,11 +25,10 @@ class Trainers:
         have_served: Devices on which one has joined since their node has.
     """
 
-    def __init__(self, devices: Mapping[int, Device], inbox: Timers) -> None:
+    def __init__(self, devices: Mapping[int, Device]) -> None:
         self.live: dict[int, ProcessId] = {}
         self.have_served: set[int] = set()
         self._devices = devices
-        self._inbox = inbox
         self._killed: set[ProcessId] = set()  # and not known to be gone, as the next
         self._retired: set[ProcessId] = set()
         self._failed_starts: Counter[int] = Counter()
@@ -84,9 +65,8 @@ class Trainers:
         return [DeviceJoined(device=self._devices[device])]
 
     def kill(self, process: ProcessId) -> None:
-        """One is killed, because it is not ready in time, or while it serves: `KillLate` comes."""
+        """One is killed, because it is not ready in time, or while it serves."""
         self._killed.add(process)
-        self._inbox.later(_KILL_LIMIT_S, KillLate(process=process))
 
     def retire(self, device: int, process: ProcessId) -> None:
         """One has said that it ends, which the controller knows."""
