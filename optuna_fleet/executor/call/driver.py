@@ -274,9 +274,9 @@ class Interrupts:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._came = True
+        self._inbox.put(None)  # whoever takes comes back to `check`
         if not self._inbox.is_at_work:
             raise KeyboardInterrupt
-        self._inbox.put(None)  # whoever takes comes back to `check`
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one came, which can only have been dropped."""
