@@ -26,12 +26,12 @@ def children() -> set[str]:
 def shared_memory() -> set[str]:
     """Names of shared-memory segments, less those that other tests may have made meanwhile.
 
-    Those are of PostgreSQL and of browsers, semaphores (of Python, joblib), which lose their names
+    Those are of PostgreSQL, semaphores (of Python, joblib), which lose their names
     as they are made, and torch's whose makers live, as they are unlinked once they were received.
     An empty one is of a process that was killed as it made it.
     """
     names = os.listdir("/dev/shm")
-    passing = ("sem.", "PostgreSQL.", ".org.chromium.")
+    passing = ("sem.", "PostgreSQL.")
     return {name for name in names if not name.startswith(passing) and not _is_anothers(name)}
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import optuna
-import pytest
-from optuna_dashboard import get_note, save_note, wsgi
+from optuna_dashboard import get_note, save_note
 
-from optuna_fleet import FleetExecutor
 from optuna_fleet.integrations.dashboard import note_flights
 from optuna_fleet.sampler_bridge import compat
-from tests.browser import Browser, has_browser
 from tests.fleets import Leg, train
-from tests.waiting import until
 
 
 def note_of(study: optuna.Study, number: int) -> str:
@@ -50,32 +44,3 @@ def test_of_trials_that_were_on_no_fleet_there_is_nothing_to_say() -> None:
     study = optuna.create_study()
     study.optimize(lambda trial: 1.0, n_trials=1, callbacks=[note_flights])
     assert note_of(study, 0) == ""
-
-
-class Silent(WSGIRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.mark.skipif(not has_browser(), reason="no Chromium")
-def test_a_browser_shows_the_note() -> None:
-    study = optuna.create_study(storage=(storage := optuna.storages.InMemoryStorage()))
-    study.optimize(
-        lambda trial: 1.0,
-        n_trials=1,
-        executor=FleetExecutor(cluster="inline"),
-        callbacks=[note_flights],
-    )
-    server = make_server("127.0.0.1", 0, wsgi(storage), handler_class=Silent)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with Browser() as browser:
-            where = f"http://127.0.0.1:{server.server_port}/dashboard/studies/{study._study_id}"
-            browser.open(f"{where}/trials?numbers=0")
-            until(lambda: browser.evaluate("document.querySelector('table') != null"))
-            cells = browser.evaluate("document.querySelector('table').innerText")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert cells.split()[:2] == ["width", "devices"]
-    assert cells.split()[-1] == "returned"
