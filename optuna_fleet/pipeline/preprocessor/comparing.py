@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from optuna_fleet.pipeline.chunks.pickling import is_picture, packed
+from optuna_fleet.pipeline.chunks.pickling import dumps_outside, is_picture
 
 
 def same(left: Any, right: Any) -> bool:
@@ -60,6 +60,6 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
     try:
         before = copy.deepcopy(sample)  # making it again may write into it
         again = copy.deepcopy(make())  # as a set in it may come in another order then
-        return same(before, again) or b"".join(packed(before)) == b"".join(packed(again))
+        return same(before, again) or dumps_outside(before) == dumps_outside(again)
     except Exception:
         return True  # of the moment, perhaps: it says nothing of the sample

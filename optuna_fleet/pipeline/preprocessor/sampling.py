@@ -195,7 +195,7 @@ class Samples:
         index %= spec.length
         seed = partial(self._around.begin, spec.name, epoch, place)
         store = self._decoded if use_store and spec.kept else None
-        if store is not None and (loaded := store.get(spec.name, index)) is not None:
+        if store is not None and (loaded := store.get(spec.name, index)):
             self.num_loaded += 1
             (sample,) = loaded
         else:

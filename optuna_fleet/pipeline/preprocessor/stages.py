@@ -67,7 +67,7 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
 
 def _problem(tried: _Tried, *, collates: bool) -> str | None:
     """What the stages do that they must not; None for nothing."""
-    from optuna_fleet.pipeline.chunks.pickling import copied
+    from optuna_fleet.pipeline.chunks.chunk_view import copied
     from optuna_fleet.pipeline.preprocessor.comparing import same
 
     what = "`prepare` gives" if tried.stages.prepare else "dataset[index], without a `prepare`,"
@@ -94,7 +94,7 @@ def _problem(tried: _Tried, *, collates: bool) -> str | None:
 
 
 def _is_elementwise(finish: Callable[[Any], Any] | None, sample: Any) -> bool:
-    from optuna_fleet.pipeline.chunks.pickling import copied
+    from optuna_fleet.pipeline.chunks.chunk_view import copied
     from optuna_fleet.pipeline.preprocessor.comparing import batch_of_two, same
 
     if finish is None:
