@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from optuna_fleet.pipeline.chunks.pickling import dumps_outside, is_picture
 
@@ -45,11 +44,6 @@ def same(left: Any, right: Any) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
-def batch_of_two(sample: Any) -> Any:
-    """Returns what torch's ``default_collate`` makes of a sample, twice."""
-    return default_collate([sample] * 2)
 
 
 def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
