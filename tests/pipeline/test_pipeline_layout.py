@@ -145,7 +145,7 @@ NESTS = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(NESTS, min_size=1, max_size=3))
 def test_collate_fn_gets_any_sample_bit_for_bit(samples):
     chunk = view(samples, collated_by_user=True)
@@ -153,7 +153,7 @@ def test_collate_fn_gets_any_sample_bit_for_bit(samples):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.one_of(LEAVES), st.lists(NESTS, max_size=2), st.integers(1, 3))
 def test_default_collate_of_any_samples(leaf, more, count):
     samples = [*[(leaf, i) for i in range(count)], *more]

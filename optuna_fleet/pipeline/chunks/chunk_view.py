@@ -12,7 +12,15 @@ import torch
 from torch.utils.data import default_collate
 
 from optuna_fleet.exceptions import is_out_of_memory
-from optuna_fleet.pipeline.chunks.layout import ALIGNMENT, HEAD, Bytes, Column, Header, Texts
+from optuna_fleet.pipeline.chunks.layout import (
+    ALIGNMENT,
+    HEAD,
+    Bytes,
+    Column,
+    Header,
+    Texts,
+    chunk_in_memory,
+)
 
 
 @lru_cache(maxsize=16)
@@ -87,6 +95,11 @@ class ChunkView:
                 return row.numpy()
             case "scalar":
                 return row.numpy()[()]
+
+
+def copied(value: Any) -> Any:
+    """Returns a value as it comes out of a chunk where it is left as it is."""
+    return ChunkView(chunk_in_memory([value], collated_by_user=True)).samples(0, 1)[0]
 
 
 Part = tuple[ChunkView, int, int]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -33,26 +31,6 @@ def dumps_outside(value: Any) -> list[bytes | memoryview]:
     """Returns the pickle of a value, followed by the bytes of each of its tensors and arrays."""
     buffers: list[pickle.PickleBuffer] = []
     return [_dumped(value, buffers), *(buffer.raw() for buffer in buffers)]
-
-
-def packed(value: Any) -> list[bytes | memoryview]:
-    """Returns a value as buffers of bytes, to be written one after another."""
-    blobs = dumps_outside(value)
-    return [struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *map(len, blobs)), *blobs]
-
-
-def unpacked(record: memoryview) -> Any:
-    """Returns a copy of what was `packed`."""
-    (count,) = struct.unpack_from("<Q", record)
-    lengths = struct.unpack_from(f"<{count}Q", record, 8)
-    ends = list(accumulate(lengths, initial=8 * (1 + count)))
-    head, *blobs = (record[begin:end] for begin, end in pairwise(ends))
-    return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])
-
-
-def copied(value: Any) -> Any:
-    """Returns a value as it comes out of where it was kept."""
-    return unpacked(memoryview(b"".join(packed(value))))
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from optuna_fleet.pipeline.chunks.pickling import is_picture, packed
+from optuna_fleet.pipeline.chunks.pickling import dumps_outside, is_picture
 
 
 def same(left: Any, right: Any) -> bool:
@@ -47,11 +46,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
-def batch_of_two(sample: Any) -> Any:
-    """Returns what torch's ``default_collate`` makes of a sample, twice."""
-    return default_collate([sample] * 2)
-
-
 def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
     """Returns whether a sample that is made again is the same, or can't be told to be another.
 
@@ -60,6 +54,6 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
     try:
         before = copy.deepcopy(sample)  # making it again may write into it
         again = copy.deepcopy(make())  # as a set in it may come in another order then
-        return same(before, again) or b"".join(packed(before)) == b"".join(packed(again))
+        return same(before, again) or dumps_outside(before) == dumps_outside(again)
     except Exception:
         return True  # of the moment, perhaps: it says nothing of the sample

@@ -60,30 +60,30 @@ class DecodedStore:
         first, length = self._firsts[name], self._lengths[name]
         return float(np.count_nonzero(self._table[first : first + 2 * length : 2])) / length
 
-    def get(self, name: str, index: int) -> tuple[Any] | None:
-        """Returns a copy of the prepared sample in a tuple; None if it is not there."""
-        from optuna_fleet.pipeline.chunks.pickling import unpacked
+    def get(self, name: str, index: int) -> list[Any]:
+        """Returns a copy of the prepared sample in a list; an empty one if it is not there."""
+        from optuna_fleet.pipeline.chunks.chunk_view import ChunkView
 
         entry = self._firsts[name] + 2 * index
         address, length = map(int, self._table[entry : entry + 2])
-        return (unpacked(self._arena.readable(address - 1, length)),) if address else None
+        if not address:
+            return []
+        found = bytearray(self._arena.readable(address - 1, length))
+        return ChunkView(np.frombuffer(found, np.uint8)).samples(0, 1)
 
     def put(self, name: str, index: int, prepared: Any) -> None:
         """Keeps a prepared sample, if there is room."""
-        from optuna_fleet.pipeline.chunks.pickling import packed
+        from optuna_fleet.pipeline.chunks.layout import Chunk
 
-        blobs, entry = packed(prepared), self._firsts[name] + 2 * index
-        length = sum(map(len, blobs))
+        chunk, entry = Chunk.of([prepared], collated_by_user=True), self._firsts[name] + 2 * index
+        length = chunk.nbytes
         with self._locked():
             address = self._begin + self.used_bytes
             if address + length > self._arena.nbytes:
                 self._table[_IS_FULL] = True
                 return
             self._table[_USED] += length
-        memory, end = self._arena.writable(address, length), 0
-        for blob in blobs:
-            begin, end = end, end + len(blob)
-            memory[begin:end] = blob
+        chunk.write(self._arena.writable(address, length))
         with self._locked():  # what is written is seen before the entry is
             self._table[entry + 1] = length
             self._table[entry] = address + 1

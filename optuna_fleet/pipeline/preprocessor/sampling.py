@@ -90,12 +90,10 @@ class Samples:
         """
         found: list[Any] = []
         spec, source = self._specs[key.name], self._sources()
-        stages = source.stages[key.name]
-        is_finished = stages.finish is None or spec.finish is not None
-        is_bare = stages.prepare is None and stages.augment is None and is_finished
+        comes_with_others = spec.batched and self._is_bare(spec)
         while len(found) < len(positions):
             found.append(self.sample(key, positions[len(found)]))
-            if spec.batched and is_bare:
+            if comes_with_others:
                 found += source.datasets[key.name].rest(positions[len(found) :])
             self.at_work()
         return found
@@ -145,15 +143,18 @@ class Samples:
         draws nothing, and a sample alone takes ten times as long.
         """
         spec, source = self._spec.dataset(key.name), self._sources()
-        stages = source.stages[spec.name]
-        finishes = stages.finish is not None and spec.finish is None
-        if stages.in_parts or finishes or spec.collate is not None:
+        if spec.collate is not None or not self._is_bare(spec):
             return None
         places = self._places(spec, key.epoch, positions)
         try:
             return _rows(source.datasets[spec.name], [place % spec.length for place in places])
         except Exception:
             return None  # one by one, to see whose fault it is
+
+    def _is_bare(self, spec: DatasetSpec) -> bool:
+        """Whether samples are what the data set gives."""
+        stages = self._sources().stages[spec.name]
+        return not stages.in_parts and (stages.finish is None or spec.finish is not None)
 
     def lent(self) -> AbstractContextManager[None]:
         """Samples made within leave the process as it was: it is the user's."""
@@ -169,7 +170,7 @@ class Samples:
         return found
 
     def _places(self, spec: DatasetSpec, epoch: int, positions: range) -> list[int]:
-        """The numbers of samples in the order of an epoch, see `samplers`."""
+        """The numbers of samples in the order of an epoch, see `epoch_order`."""
         if not spec.has_order:
             return [*positions]
         start, found = positions.start, list[int]()
@@ -195,7 +196,7 @@ class Samples:
         index %= spec.length
         seed = partial(self._around.begin, spec.name, epoch, place)
         store = self._decoded if use_store and spec.kept else None
-        if store is not None and (loaded := store.get(spec.name, index)) is not None:
+        if store is not None and (loaded := store.get(spec.name, index)):
             self.num_loaded += 1
             (sample,) = loaded
         else:

@@ -5,8 +5,7 @@ What is always the same is kept for all epochs; it is tried once, where the data
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,22 +16,6 @@ from optuna_fleet.pipeline.spec import PipelineSpec
 
 MAX_TRIES = 16
 """Samples that are tried, where one after another raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """A sample that stages are tried on, in any epoch."""
-
-    dataset: Any
-    stages: Stages
-    index: int
-    begin: Callable[[int], None]
-    generators: Any
-
-    def prepared(self, epoch: int) -> tuple[Any, bool]:
-        """What is prepared, and whether random numbers were drawn for it."""
-        action = partial(self.stages.prepared, self.dataset, self.index)
-        return watched(action, partial(self.begin, epoch), self.generators)
 
 
 def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> None:
@@ -54,10 +37,15 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
         dataset, stages = source.datasets[each.name], source.stages[each.name]
         for index in range(min(each.length, MAX_TRIES)):
             begin = partial(around.begin, each.name, place=index)
-            tried = _Tried(dataset, stages, index, begin, source.generators)
+            prepare = partial(stages.prepared, dataset, index)
             with around.lent():
                 try:
-                    problem = _problem(tried, collates=each.collate is None)
+                    tried = [
+                        watched(prepare, partial(begin, epoch), source.generators)
+                        for epoch in range(2)
+                    ]
+                    begin(0)
+                    problem = _problem(stages, tried, collates=each.collate is None)
                 except (Exception, SystemExit):
                     continue
             if problem:
@@ -65,13 +53,16 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
             break
 
 
-def _problem(tried: _Tried, *, collates: bool) -> str | None:
-    """What the stages do that they must not; None for nothing."""
-    from optuna_fleet.pipeline.chunks.pickling import copied
+def _problem(stages: Stages, tried: Sequence[tuple[Any, bool]], *, collates: bool) -> str | None:
+    """What the stages do that they must not; None for nothing.
+
+    ``tried`` is what was prepared in two epochs, and whether random numbers were drawn for it.
+    """
+    from optuna_fleet.pipeline.chunks.chunk_view import copied
     from optuna_fleet.pipeline.preprocessor.comparing import same
 
-    what = "`prepare` gives" if tried.stages.prepare else "dataset[index], without a `prepare`,"
-    (prepared, drew), (again, _) = tried.prepared(0), tried.prepared(1)
+    what = "`prepare` gives" if stages.prepare else "dataset[index], without a `prepare`,"
+    (prepared, drew), (again, _) = tried
     if drew:
         return f"{what} draws random numbers. Leave all that is random to `augment`."
     try:
@@ -83,9 +74,8 @@ def _problem(tried: _Tried, *, collates: bool) -> str | None:
             f"{what} is not the same each time, but it is kept for all epochs. Leave all that is "
             "random, and what changes with the epoch, to `augment`."
         )
-    tried.begin(0)
-    sample = called(tried.stages.augment, prepared)
-    if collates and not _is_elementwise(tried.stages.finish, sample):
+    sample = called(stages.augment, prepared)
+    if collates and not _is_elementwise(stages.finish, sample):
         return (
             "`finish` does not give the same for a batch as for its samples, one by one. Leave "
             "what is not elementwise to `augment`."
@@ -94,13 +84,18 @@ def _problem(tried: _Tried, *, collates: bool) -> str | None:
 
 
 def _is_elementwise(finish: Callable[[Any], Any] | None, sample: Any) -> bool:
-    from optuna_fleet.pipeline.chunks.pickling import copied
-    from optuna_fleet.pipeline.preprocessor.comparing import batch_of_two, same
+    from torch.utils.data import default_collate
+
+    from optuna_fleet.pipeline.chunks.chunk_view import copied
+    from optuna_fleet.pipeline.preprocessor.comparing import same
 
     if finish is None:
         return True
     try:
-        batch, wanted = batch_of_two(copied(sample)), batch_of_two(finish(sample))
+        batch, wanted = (
+            default_collate([copied(sample)] * 2),
+            default_collate([finish(sample)] * 2),
+        )
     except Exception:
         return True  # without a collate_fn of the user's there is no batch to finish
     # default_collate made lists of tuples, of which finish may make tuples again.
