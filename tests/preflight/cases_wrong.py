@@ -614,12 +614,15 @@ def counts_in_a_trainer(trial: Any) -> None:
 _CALLS = [0]
 
 
-@WRONG.batch(STAYS, "_CALLS")
-def counts_in_a_global(_: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+@WRONG.case(STAYS, "_CALLS")
+def counts_in_a_global(trial: Any) -> None:
     """A process that has had the trial before would go on counting: it must not be the same."""
-    _CALLS[0] += 1
-    optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
-    return F.cross_entropy(model(x), y)
+    model, optimizer = prepared(trial, scorer())
+    for _ in trial.epochs(EPOCHS):
+        for x, y, _ in trial.batches("train_table", BATCH):
+            _CALLS[0] += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / _CALLS[0]
+            step(optimizer, F.cross_entropy(model(x), y))
 
 
 class Calls:
