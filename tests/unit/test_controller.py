@@ -19,6 +19,7 @@ from optuna_fleet.events import (
     BeginCheck,
     CheckAffordable,
     CheckEnded,
+    CheckpointSaved,
     DataRequested,
     DeviceGone,
     DeviceJoined,
@@ -452,6 +453,26 @@ def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
     world.decide()
     (answer,) = world.tell(epoch_ended(run_id))
     assert answer.decision is EpochDecision.YIELD
+
+
+def test_a_trial_goes_on_where_its_last_checkpoint_is() -> None:
+    world = World(num_devices=1, trials=1)
+    assert world.runs[0].checkpoint is None
+    world.lose(0)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.checkpoint is None
+    world.settle_all()
+    for epoch in (1, 2, 3):
+        if epoch < 3:
+            world.tell(CheckpointSaved(run_id=run_id, epoch=epoch, location=f"after {epoch}"))
+        world.tell(epoch_ended(run_id, epochs_done=epoch))
+    world.lose(run_id)
+    world.tell(CheckpointSaved(run_id=run_id, epoch=9, location="too late"))
+    (allocate,) = world.unanswered
+    assert allocate.problem.by_number[0].epochs_done == 2
+    world.decide()
+    (launch,) = world.runs.values()
+    assert launch.checkpoint == "after 2"
 
 
 def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_killed() -> None:
