@@ -112,14 +112,10 @@ class Inbox:
         heapq.heappush(self._times, (time.monotonic() + seconds, next(self._order), call))
         self._rouse()
 
-    def when_readable(self, what: Readable, event: Any) -> None:
-        """Put an event once this is readable, or its other end is gone."""
-        self.call_when_readable(what, self.put, event)
-
     def call_when_readable(
         self, what: Readable, function: Callable[..., Any], *arguments: Any
     ) -> None:
-        """Call something then."""
+        """Call something once this is readable, or its other end is gone."""
         number = os.dup(what.fileno())  # which stays valid, whatever becomes of it
         self._copies.add(number)
 

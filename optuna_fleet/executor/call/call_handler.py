@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from optuna_fleet.exceptions import StorageLostError
@@ -12,6 +13,7 @@ from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.patience import is_gone
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import (
     AfterEpoch,
@@ -34,7 +36,7 @@ class CallHandler:
 
     Args:
         send: Sends an answer to the trial on a device.
-        go_on_after: Sees to it that `go_on` is called once a slow sampler has something to say.
+        go_on_after: Sees to it that `go_on` is called once a slow sampler has proposed.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class CallHandler:
         send: Callable[[int, Any], None],
         ledger: Ledger,
         retention: CheckpointRetention,
-        go_on_after: Callable[[BackgroundSampler], None],
+        go_on_after: Callable[[Future[None]], None],
     ) -> None:
         self._send = send
         self._go_on_after = go_on_after
@@ -50,6 +52,7 @@ class CallHandler:
         self._retention = retention
         self._told: set[str] = set()  # what remarks were about
         self._sampler: BackgroundSampler | None = None
+        self._is_sampling = False
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
     def take(self, run: RunRecord, call: RankCall | Remark) -> EndEpoch | None:
@@ -93,12 +96,12 @@ class CallHandler:
 
         So the sampler serves one trial at a time; all other calls go on meanwhile.
         """
-        while self._waiting and not (self._sampler is not None and self._sampler.is_busy):
+        while self._waiting and not self._is_sampling:
             run, call = self._waiting[0]
             trial = self._ledger.unsampled(run.launch.number, call)
             if trial is not None and self._sampler is not None:
-                self._sampler.start(trial)
-                self._go_on_after(self._sampler)
+                self._is_sampling = True
+                self._go_on_after(self._sampler.sample(trial))
                 return
             self._waiting.popleft()
             began = time.monotonic()
@@ -107,12 +110,14 @@ class CallHandler:
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
 
-    def go_on(self) -> None:
-        """Answer the trial that the sampler has thought for, and then those in line."""
-        assert self._sampler is not None
-        error = self._sampler.take()
+    def go_on(self, error: BaseException | None) -> None:
+        """Answer the trial that the sampler has thought for, and then those in line.
+
+        If a storage is gone, the trial samples when it suggests, and waits for it.
+        """
+        self._is_sampling = False
         run, call = self._waiting.popleft()
-        failed = None if error is None else call.reply(error=pack_error(error))
+        failed = None if error is None or is_gone(error) else call.reply(error=pack_error(error))
         self._answer(run, call, failed or self._carried_out(run, call))
         self._suggest()
 

@@ -26,11 +26,9 @@ from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.preflight.findings import Findings
-from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.inbox import Readable
 
 _numbers = itertools.count()
 
@@ -124,21 +122,17 @@ class Parts:
 
         self.later(seconds, act_if_there)
 
-    def when_readable(self, what: Readable, act: Callable[[], Sequence[Event] | None]) -> None:
-        """Have this call do something once this is readable, or its other end is gone."""
-        self.runtime.inbox.when_readable(what, self._due(act))
-
     def when_done(self, what: Future[Any], act: Callable[[], Sequence[Event] | None]) -> None:
         """Have this call do something once a thread has a result, or has none."""
         due = self._due(act)
         what.add_done_callback(lambda _: self.runtime.inbox.put(due))
 
-    def _go_on_after(self, sampler: BackgroundSampler) -> None:
+    def _go_on_after(self, sampling: Future[None]) -> None:
         def go_on() -> list[Event]:
-            self.calls.go_on()
+            self.calls.go_on(sampling.exception())
             return self.outcomes.propose(again=True)
 
-        self.when_readable(sampler, go_on)
+        self.when_done(sampling, go_on)
 
     # -- runs -------------------------------------------------------------------------------------
 
