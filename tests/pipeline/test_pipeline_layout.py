@@ -1,5 +1,6 @@
 import collections
 import datetime
+import mmap
 import pickle
 import weakref
 from typing import Any, ClassVar
@@ -160,7 +161,7 @@ def test_default_collate_of_any_samples(leaf, more, count):
     try:
         wanted = default_collate(samples)
     except Exception as error:
-        with pytest.raises(type(error)):
+        with pytest.raises((type(error), ValueError)):  # of a reversed array before all else
             cut_batch([(view(samples[:count]), 0, count), *unlike(more)], None)
         return
     got = cut_batch([(view(samples[:count]), 0, count), *unlike(more)], None)
@@ -187,9 +188,10 @@ def test_samples_of_unlike_shape_are_views_that_one_may_write_to():
 @pytest.mark.parametrize("collate", [None, list])
 def test_a_view_knows_whether_it_is_used(collate):
     written = view([torch.arange(8)] * 4, collated_by_user=collate is not None).memory
-    # In the arena, no array has it in it.
-    chunk = ChunkView(np.frombuffer(bytearray(written), np.uint8))
-    part = cut_batch([(chunk, 1, 3)], collate or torch.stack)[1][2:]
+    memory = mmap.mmap(-1, written.nbytes)
+    memory[:] = bytes(written)
+    chunk = ChunkView(np.frombuffer(memory, np.uint8))
+    part = cut_batch([(chunk, 1, 3)], collate)[1][2:]
     assert chunk.is_used()
     assert cut_batch([(chunk, 0, 1)], collate)[0].tolist() == list(range(8))
     del part
