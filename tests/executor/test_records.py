@@ -87,7 +87,7 @@ def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
 
 def test_devices_that_join_are_known_while_the_call_runs() -> None:
     def look(study: optuna.Study, trial: Any) -> None:
-        seen.append([(span.device, span.end) for span in device_spans_of(study)])
+        seen.append(sorted((span.device, span.end) for span in device_spans_of(study)))
 
     study, seen = optuna.create_study(), list[Any]()
     with FleetExecutor(devices=2, device_type="cpu") as fleet:  # they start with the call
