@@ -282,5 +282,3 @@ def test_trials_advance_no_faster_than_their_data_are_made(own, end_s):
     )
     assert [p.ended_s for p in outcome.trials.values()] == [pytest.approx(end_s)] * 2
     assert outcome.totals.waited_s == pytest.approx(2 * (end_s - 20))
-
-
