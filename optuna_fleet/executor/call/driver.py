@@ -111,6 +111,7 @@ class Driver:
 
     def _decide(self, events: Sequence[Event]) -> None:
         """Tell the controller, and do what it says; what is news by that, too."""
+        self.interrupts.check()
         while events:
             for event in events:
                 self._journal.note(event)
