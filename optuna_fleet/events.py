@@ -224,6 +224,13 @@ class DeviceJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessingMeasured:
+    """What preprocessors can give to all trials together; None if they limit nobody."""
+
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckEnded:
     """A pre-flight check has come to this; to nothing if its node was lost."""
 
@@ -264,6 +271,7 @@ Event: TypeAlias = (
     | DeviceLeaving
     | GrowthExpected
     | DeviceJoined
+    | PreprocessingMeasured
     | CheckEnded
     | CheckAffordable
     | PlanDecided

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import math
 import os
 import signal
 import zlib
@@ -15,6 +16,7 @@ import hypothesis
 import optuna
 import pytest
 
+from optuna_fleet.executor.fleet import capacity
 from tests import leftovers, workers
 from tests.huge_pages import use_huge_pages
 from tests.nursery import Nursery, processes_start_afresh
@@ -102,6 +104,18 @@ def _no_gpus() -> Iterator[None]:
     """On any machine these tests are about CPU slots; `gpus` is for the others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _data_are_never_slow(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a busy machine they may be, and then no trial is widened: nobody measures that.
+
+    But for modules that have WINDOW_S: their tests are about it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(request.module, "WINDOW_S"):
+            patch.setattr(capacity, "WINDOW_S", math.inf)
         yield
 
 

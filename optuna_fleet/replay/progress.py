@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from optuna_fleet.events import PreprocessingMeasured
 from optuna_fleet.replay.workload import Rules, SimulatedTrial
 
 
@@ -68,6 +69,13 @@ class SimulatedRun:
         trial = self.progress.trial
         target = (self.progress.epochs_done + 1) * trial.samples_per_epoch
         return self.since_s + (target - self.progress.samples) / self.pace
+
+
+def capacity(flights: Iterable[SimulatedRun], made_per_s: float) -> PreprocessingMeasured:
+    """What a sweep would measure, whose trials share what is made: see `Capacity`."""
+    paces = [flight.pace for flight in flights]
+    busy_share = max(paces, default=0.0) / made_per_s
+    return PreprocessingMeasured(samples_per_s=sum(paces) / busy_share if busy_share else None)
 
 
 def charge_start(

@@ -58,6 +58,7 @@ from optuna_fleet.replay.progress import (
     Progress,
     SimulatedRun,
     Totals,
+    capacity,
     charge_loss,
     charge_start,
 )
@@ -185,6 +186,8 @@ class Simulation:
             self._see(self._ranks_ended(flight, Ending.RETURNED))
         else:
             flight.waits = True
+            if made_per_s := self._rules.preprocess_samples_per_s:
+                self._events.append(capacity(self._flights.values(), made_per_s))
             self._events += _end_of_epoch(flight)
 
     def _see(self, events: tuple[Event, ...]) -> None:

@@ -257,10 +257,12 @@ class PipelineReport:
 
     Attributes:
         stats: That.
+        num_most: Preprocessors that there may be.
         is_answer: It was asked for.
         agent: Who sends it.
     """
 
     agent: str
     stats: PipelineStats = field(default_factory=PipelineStats)
+    num_most: int = 0
     is_answer: bool = False

@@ -14,6 +14,7 @@ from replay_cases import (
 )
 
 from optuna_fleet.alloc import ElasticAllocator, SingleDeviceAllocator
+from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.report import common_report, lower_bound_s, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules
@@ -248,3 +249,67 @@ def test_trials_advance_no_faster_than_their_data_are_made(own, end_s):
     )
     assert [p.ended_s for p in outcome.trials.values()] == [pytest.approx(end_s)] * 2
     assert outcome.totals.waited_s == pytest.approx(2 * (end_s - 20))
+
+
+def widths_of(outcome):
+    return [len(devices) for _, devices, _, _ in spans_of(outcome)]
+
+
+@pytest.mark.parametrize("policy", ["elastic", "greedy", "mip", "fleet-g", "equal-split"])
+def test_nobody_is_widened_who_waits_for_data(policy):
+    """What was measured keeps a trial where it is as a device joins, unless one is told more."""
+
+    def simulated(rules, changes=None, **more):
+        allocator = POLICIES[policy]().new_allocator(0)
+        trials = [trial(epochs=8, max_epochs=8)]
+        changes = changes or widening(30.0)
+        return simulate(trials, changes, allocator, policy=policy, rules=rules, **more)
+
+    slow = Rules(preprocess_samples_per_s=8.0)
+    assert widths_of(simulated(Rules())) == [1, 2]
+    limited = simulated(slow)
+    assert widths_of(limited) == [1]
+    assert limited.end_s == pytest.approx(800 / 8)  # no sooner with two devices
+    assert widths_of(simulated(slow, preprocess_samples_per_s=100.0)) == [1, 2]
+    assert widths_of(simulated(slow, [all_join(2)])) == [2]  # nor is anything taken from it
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_what_was_measured_keeps_nobody_from_flying(policy):
+    """However slow the preprocessors, and unlike the rates: all begin when they would anyway."""
+    trials = [trial(f"{k}", [3.0**k], epochs=1 + k % 3) for k in range(8)]
+
+    def simulated(**more):
+        rules, allocator = Rules(preprocess_samples_per_s=0.5), POLICIES[policy]().new_allocator(0)
+        more["rate_spread"] = 2.0
+        return simulate(trials, [all_join(4)], allocator, policy=policy, rules=rules, **more)
+
+    unmeasured = simulated(looks_ahead=False)
+    check_all_ended(unmeasured, trials)
+    assert spans_of(simulated()) == spans_of(unmeasured)
+
+
+class Strict:
+    """Has one trial fly where there is a capacity, and all where there is none."""
+
+    name = "strict"
+
+    def __init__(self):
+        self.capacities = []
+
+    def allocate(self, problem):
+        self.capacities.append(problem.preprocess_samples_per_s)
+        least = SingleDeviceAllocator().allocate(replace(problem, preprocess_samples_per_s=None))
+        if problem.preprocess_samples_per_s is None:
+            return least
+        flying = sorted(least.flotillas, key=lambda f: f.assignments[0].number)
+        return replace(least, flotillas=tuple(flying[:1]))
+
+
+def test_a_plan_that_holds_trials_back_for_what_was_measured_is_made_again_without():
+    trials = [trial(f"{k}", [10.0 + k, 40.0], epochs=2 + k) for k in range(4)]
+    strict, rules = Strict(), Rules(preprocess_samples_per_s=8.0)
+    outcome = simulate(trials, [all_join(4)], strict, rules=rules)
+    check_all_ended(outcome, trials)
+    assert any(strict.capacities)
+    assert sorted(spans_of(outcome)) == [(k, (k,), 0.0, 100 * (2 + k) / 8) for k in range(4)]

@@ -18,6 +18,7 @@ from optuna_fleet.events import (
     GrowthExpected,
     MoveMeasured,
     MoveRefused,
+    PreprocessingMeasured,
     RankEnded,
     RateMeasured,
     RunLingers,
@@ -27,6 +28,7 @@ from optuna_fleet.executor.call.held import Start
 from optuna_fleet.executor.call.parts import Due, Parts
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.watchdog import Hung, may_be_joining
+from optuna_fleet.executor.fleet.capacity import Capacity
 from optuna_fleet.executor.fleet.faults import NodeFaults
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
@@ -117,6 +119,7 @@ class Receiver:
         self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, parts.later)
         self._node_faults = NodeFaults()
         self._are_any_lost = False  # else it makes no difference who gets on
+        self._capacity = Capacity()
         self._may_grow: bool | None = None
         self._left_out: set[int] = set()
 
@@ -188,6 +191,8 @@ class Receiver:
                 return self._node_lost(message)
             case PipelineReport():
                 parts.pipeline_log.note(self._runtime.reports.total, parts.journal.now())
+                if self._capacity.heard(self._runtime.reports.last):
+                    return [PreprocessingMeasured(samples_per_s=self._capacity.samples_per_s)]
             case _:
                 parts.launcher.send_waiting()
         return []

@@ -41,6 +41,7 @@ from optuna_fleet.events import (
     MoveMeasured,
     MoveRefused,
     PlanDecided,
+    PreprocessingMeasured,
     ProposalDelayed,
     ProposalsExhausted,
     Propose,
@@ -142,6 +143,8 @@ class Controller:
                 self._state.num_to_come = 0
             case PlanDecided():
                 return self._planner.carry_out(event.plan)
+            case PreprocessingMeasured():
+                self._state.made_per_s = event.samples_per_s
             case CheckEnded():
                 self._clearance.end(event.finding)
                 self._state.end_check()

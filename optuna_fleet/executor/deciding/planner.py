@@ -201,7 +201,8 @@ class Planner:
         instructions: list[Instruction] = []
         posed = self._posed()
         assert self._state.problem is not None
-        if not self._clearance.is_kept(plan, posed):
+        is_held_back = self._problems.is_held_back(plan, self._state.problem)
+        if is_held_back or not self._clearance.is_kept(plan, posed):
             self.void()
             return instructions
         plan = self._amended(plan, posed)
@@ -225,6 +226,7 @@ class Planner:
         if self._policy.paradigm == "elastic" and not moves:
             return instructions
         self._rounds.begin(self._state.runs.values(), plan)
+        plan = self._problems.explained(plan)
         return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
 
     def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:

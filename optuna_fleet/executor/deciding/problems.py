@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Flotilla, Plan
+from optuna_fleet.alloc.streams import demand
 from optuna_fleet.events import Model
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.profiles import Profiles
@@ -107,7 +108,7 @@ class Problems:
         usable, joined = self.usable(candidates), self._state.joined
         nodes, kinds = self._nodes(usable), self._devices.kinds
         move_s = median(self._state.moves_s) if self._state.moves_s else self._policy.rescale_s
-        return AllocationProblem(
+        problem = AllocationProblem(
             candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
             nodes=tuple(map(tuple, nodes.values())),
             kinds=tuple(kind for _, kind in nodes) if len(kinds) > 1 else (),
@@ -120,6 +121,34 @@ class Problems:
             num_to_come=self._num_to_come(),
             joined={device: joined[device] for device in usable if device in joined},
         )
+        measured = self._state.made_per_s
+        if measured is None or problem.preprocess_samples_per_s is not None:
+            return problem
+        return _limited(problem, measured) if self._policy.looks_ahead else problem
+
+    def is_held_back(self, plan: Plan, problem: AllocationProblem) -> bool:
+        """Whether trials wait that fly, or for which there are devices, since data are slow.
+
+        If that was not told, but measured, it is forgotten until it is measured anew: mostly
+        trials share what is made, so that one more slows nobody.
+        """
+        told, flying = self._policy.preprocess_samples_per_s, plan.assignments
+        if told is not None or problem.preprocess_samples_per_s is None:
+            return False
+        free = problem.num_devices - sum(len(a.devices) for a in flying.values())
+        waiting = [c for c in problem.candidates if c.number not in flying]
+        if not any(c.devices or c.min_devices <= free for c in waiting):
+            return False
+        self._state.made_per_s = None
+        return True
+
+    def explained(self, plan: Plan) -> Plan:
+        """The plan, which says so if its trials are slowed by preprocessors, as measured."""
+        given, drawn = self._state.made_per_s, sum(f.stream_rate for f in plan.flotillas)
+        if given is None or drawn <= given or self._policy.preprocess_samples_per_s is not None:
+            return plan
+        slowed = f"slowed by preprocessors, measured to give {given:.4g} samples/s"
+        return replace(plan, reason=f"{plan.reason}; {slowed}")
 
     def _num_to_come(self) -> int:
         """As many as are to come, but no more than may be under way where these are few."""
@@ -233,3 +262,23 @@ class Problems:
             if shuns(pool[device], device):
                 other = next((other for other in pool if gains(device, other)), device)
                 pool[device], pool[other] = pool[other], pool[device]
+
+
+def _limited(problem: AllocationProblem, measured: float) -> AllocationProblem:
+    """Plans may not draw more than was measured, if anything in them does so by growing.
+
+    A figure that was measured may be too low: all can keep what they have, and whoever waits have
+    as few devices as possible.
+    """
+    limited = replace(problem, preprocess_samples_per_s=measured)
+    rates = {c.number: c.rate(_least(problem, c)) for c in problem.candidates}
+    limit = max(measured, demand(limited, rates))
+    if limit >= sum(max(c.rates) for c in problem.candidates):
+        return problem
+    return replace(problem, preprocess_samples_per_s=limit)
+
+
+def _least(problem: AllocationProblem, candidate: Candidate) -> int:
+    """Devices that it has, or has to have."""
+    pinned = problem.pinned.get(candidate.number)
+    return pinned or problem.kept_width(candidate) or candidate.min_devices

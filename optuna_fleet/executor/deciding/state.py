@@ -121,6 +121,8 @@ class State:
         moves_s: What each move so far was measured to cost, in seconds.
         finished_epochs: Of each trial that ended by itself, though it could go on.
         bounded_epochs: Of each that was to have no more.
+        made_per_s: Samples per second that preprocessors were measured to give; None if that never
+            was, or limits nobody.
         is_deciding: A plan is awaited.
         problem: The last one that was posed.
         has_news: Something has happened that the last plan did not know of.
@@ -143,6 +145,7 @@ class State:
         self.moves_s: list[float] = []
         self.finished_epochs: list[int] = []
         self.bounded_epochs: list[int] = []
+        self.made_per_s: float | None = None
         self.is_deciding = self.has_news = self.is_void = False
         self.problem: AllocationProblem | None = None
         self._run_ids = run_ids

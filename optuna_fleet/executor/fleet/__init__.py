@@ -6,4 +6,5 @@
   devices. `faults`: who is left out.
 - `rendezvous`: where ranks find each other. `pipelines`: what the nodes' pipelines have done, and
   who shares chunks.
+- `capacity`: what preprocessors give.
 """

@@ -326,6 +326,7 @@ class Agent:
             report = PipelineReport(
                 agent=self._name,
                 stats=self._pipeline.stats(),
+                num_most=self._setup.pipeline.num_preprocessors,
                 is_answer=is_answer,
             )
             self._channel.send(report)
