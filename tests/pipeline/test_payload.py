@@ -58,9 +58,6 @@ def test_a_path_that_is_another_files_by_now_is_not_opened(tmp_path):
         assert pickle.loads(pickled) is None
 
 
-# Lists of torchvision's data sets
-
-
 # Mapped files
 
 
