@@ -30,8 +30,7 @@ from typing import Any
 import optuna
 
 from optuna_fleet import FleetExecutor, JoinCluster
-from optuna_fleet.executor.cluster.agent.entry import versions
-from optuna_fleet.executor.cluster.config import NodeSetup
+from optuna_fleet.executor.cluster.config import NodeSetup, versions
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel, connect

@@ -29,7 +29,8 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.executor.cluster import config
-from optuna_fleet.executor.cluster.agent.entry import START, environment
+from optuna_fleet.executor.cluster.agent.entry import START
+from optuna_fleet.executor.cluster.config import environment
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 from tests.huge_pages import use_huge_pages
 

@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import LaunchError, ProtocolError
-from optuna_fleet.executor.cluster.agent.entry import versions
-from optuna_fleet.executor.cluster.config import machine
+from optuna_fleet.executor.cluster.config import machine, versions
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels

@@ -23,7 +23,7 @@ from optuna_fleet.exceptions import (
     is_of_device,
     is_out_of_memory,
 )
-from optuna_fleet.pipeline import PipelineSpec
+from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.device_state import ailment_of, clean_up, forget_compiled, gpu_works

@@ -32,12 +32,12 @@ from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.cluster.agent import entry
-from optuna_fleet.executor.cluster.agent.entry import versions
 from optuna_fleet.executor.cluster.config import (
     AgentOptions,
     NodeSetups,
     machine,
     pipeline_setup,
+    versions,
 )
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.fleet import faults

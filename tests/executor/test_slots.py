@@ -11,7 +11,7 @@ import pytest
 
 from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
-from optuna_fleet.executor.cluster.agent.entry import environment
+from optuna_fleet.executor.cluster.config import environment
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.fleet.nodes import Nodes
 from optuna_fleet.resources import Device, needs_gloo

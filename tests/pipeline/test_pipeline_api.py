@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 
 import optuna_fleet
-from optuna_fleet.pipeline import default_preprocessors
-from optuna_fleet.pipeline.limits import budget, default_chunk_bytes, most_preprocessors
+from optuna_fleet.pipeline.limits import (
+    budget,
+    default_chunk_bytes,
+    default_preprocessors,
+    most_preprocessors,
+)
 from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError, ChunkProduced
 from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineUse

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from pipeline_datasets import Counted
 
-from optuna_fleet.pipeline import PipelineServer, SharedPipeline
+from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.server.workers import IDLE_S
 from optuna_fleet.pipeline.wire import Port
 from optuna_fleet.processes import Forks

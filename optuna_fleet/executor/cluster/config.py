@@ -5,12 +5,15 @@ Also how trainers and preprocessors share the cores of a node.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.packed import PipelineSetup
@@ -18,6 +21,13 @@ from optuna_fleet.resources import Device
 from optuna_fleet.settings import Workplace, workplace_here
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining
+
+_ENVIRONMENT = {
+    # Threads that spin at barriers starve the other slots; where all fit, they lose little.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    **{name: value for each in ACCELERATORS for name, value in each.environment.items()},
+}
+_ALWAYS = {name: value for each in ACCELERATORS for name, value in each.always.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +84,30 @@ class NodeSetup:
     driver_pid: int | None = None
     stuck_s: float | None = None
     silence_s: float | None = None
+
+
+def environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that an agent needs before it imports anything; what was `given` mostly stays.
+
+    Each of its trainers may compute with so many threads.
+    """
+    return {**_ENVIRONMENT, **given, **_ALWAYS, "OMP_NUM_THREADS": str(threads)}
+
+
+def versions() -> dict[str, str]:
+    """What has to be alike on all nodes of a fleet."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "optuna-fleet": _version_of("optuna-fleet"),
+        "torch": _version_of("torch"),
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "?"
 
 
 def modules_to_preload() -> tuple[str, ...]:

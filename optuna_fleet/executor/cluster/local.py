@@ -10,8 +10,7 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number, check_that
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.agent.entry import environment
-from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside
+from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside, environment
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.cluster.engine import Cluster, Engine, agent_ended
 from optuna_fleet.executor.given import Options

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.agent.entry import versions
-from optuna_fleet.executor.cluster.config import NodeSetup, machine
+from optuna_fleet.executor.cluster.config import NodeSetup, machine, versions
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import DeviceFaults

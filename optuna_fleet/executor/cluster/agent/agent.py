@@ -28,8 +28,8 @@ from optuna_fleet.executor.cluster.agent.children import (
 )
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.executor.cluster.config import NodeSetup
-from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange import Peers, Plan
+from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.processes import Forks, cause_of_death, run_loop
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel

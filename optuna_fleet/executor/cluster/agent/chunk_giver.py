@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from optuna_fleet.executor.cluster.agent.children import Kept
-from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange import Peer, Peers, Plan
+from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.inbox import Inbox

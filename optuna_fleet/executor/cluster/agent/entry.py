@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import importlib.metadata
 import os
 import pickle
-import platform
 import secrets
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,13 @@ from optuna_fleet.arguments import check_number
 from optuna_fleet.checkpoints.file import CheckpointError
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
 from optuna_fleet.executor.cluster.agent.agent import Agent
-from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
+from optuna_fleet.executor.cluster.config import (
+    AgentOptions,
+    NodeSetup,
+    environment,
+    machine,
+    versions,
+)
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.processes import clean_up_after_parent, end_session, flush_prints, preload
@@ -37,40 +41,10 @@ from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentFailed, AgentJoining, Refused, SignOfLife
 from optuna_fleet.wire.transfer import GetDataSets, OpenTransfer, receive_file
 
-_ENVIRONMENT = {
-    # Threads that spin at barriers starve the other slots; where all fit, they lose little.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    **{name: value for each in ACCELERATORS for name, value in each.environment.items()},
-}
-_ALWAYS = {name: value for each in ACCELERATORS for name, value in each.always.items()}
 START = f"from {__name__} import main; main()"
 """What Python is to run for an agent."""
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # in a memory file
-
-
-def environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an agent needs before it imports anything; what was `given` mostly stays.
-
-    Each of its trainers may compute with so many threads.
-    """
-    return {**_ENVIRONMENT, **given, **_ALWAYS, "OMP_NUM_THREADS": str(threads)}
-
-
-def versions() -> dict[str, str]:
-    """What has to be alike on all nodes of a fleet."""
-    return {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "optuna-fleet": _version_of("optuna-fleet"),
-        "torch": _version_of("torch"),
-    }
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return "?"
 
 
 def run_agent(options: AgentOptions) -> None:
