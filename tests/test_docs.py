@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -203,19 +202,3 @@ def test_the_reference_has_all_that_the_package_offers() -> None:
     for name in optuna_fleet.__all__:
         it = getattr(optuna_fleet, name)
         assert it in found or it.__module__ in modules, name
-
-
-def test_the_table_of_former_names_leads_to_options_that_are_there() -> None:
-    table = (ROOT / "docs" / "reference.md").read_text().partition("by their former names")[2]
-    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", table.partition("## ")[0], re.M)
-    assert len(rows) > 5
-    for former, now in rows:
-        takes = getattr(optuna_fleet, former.partition("(")[0])
-        ours = set(inspect.signature(takes).parameters)
-        assert not set(re.findall(r"(\w+)=", former)) & ours
-        option, given = re.findall(r"^\w+\((\w+)=(.*)\)$", now)[0]
-        assert option in ours
-        for name, options in re.findall(r"^([\w.]+)\((.*)\)$", given):
-            if hasattr(optuna_fleet, name.partition(".")[0]):
-                known = inspect.signature(attrgetter(name)(optuna_fleet)).parameters
-                assert set(re.findall(r"(\w+)=", options)) <= set(known)

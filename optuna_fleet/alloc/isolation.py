@@ -134,7 +134,7 @@ class IsolatedAllocator:
             self._closings += 1
             solver, self._solver = self._solver, None
         if solver is not None:
-            solver.process.kill()
+            solver.end()
 
     def _allocate(self, problem: AllocationProblem, closings: int) -> Plan:
         with self._one_at_a_time:
@@ -182,8 +182,8 @@ class _Solver:
             there = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
             fd = theirs.fileno()
             self.process = ModuleProcess(__name__, fd, environment=there, pass_fds=(fd,))
-        self._has_answered = False
-        self._is_late = False
+        self._has_answered = self._was_late = False
+        self._reaping = threading.Lock()
 
     def plan(self, request: bytes, limit_s: float, startup_s: float) -> Plan:
         """Its answer, within so many seconds, and others if it may still import.
@@ -191,7 +191,7 @@ class _Solver:
         Raises:
             AllocationFailed: There is none, and why.
         """
-        late = threading.Timer(limit_s + (0.0 if self._has_answered else startup_s), self._end)
+        late = threading.Timer(limit_s + (0.0 if self._has_answered else startup_s), self._is_late)
         late.daemon = True
         late.start()
         try:
@@ -206,13 +206,19 @@ class _Solver:
             return answer
         raise AllocationFailed(f"solver failed with {answer}")
 
-    def _end(self) -> None:
-        self._is_late = True
-        self.process.kill()
+    def end(self) -> None:
+        """End it now; whoever waits for its answer is told."""
+        with self._reaping:
+            self.process.kill()
+
+    def _is_late(self) -> None:
+        self._was_late = True
+        self.end()
 
     def _ending(self) -> str:
-        self.process.close()  # the way closes a moment before the process can be waited for
-        if self._is_late:
+        with self._reaping:
+            self.process.close()  # the way closes a moment before it can be waited for
+        if self._was_late:
             return "exceeded its time and was killed"
         return f"ended with {cause_of_death(self.process.exit_code or 0)}"
 

@@ -82,13 +82,13 @@ class QuittingDriver:
         return Quit()
 
 
-def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:
+def session_of(rank: int) -> tuple[Session, QuittingDriver]:
     channel: Any = QuittingDriver()
     run = RunTrial(
         run_id=0,
         number=0,
         trial_id=0,
-        rank=0,
+        rank=rank,
         world_size=2,
         seed=0,
         objective_id=0,
@@ -98,7 +98,11 @@ def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:
         gc_after_trial=False,
         maximize=False,
     )
-    session = Session(Inbox(channel), run)
+    return Session(Inbox(channel), run), channel
+
+
+def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:
+    session, channel = session_of(rank=0)
     for _ in range(2):
         with pytest.raises(DriverGoneError):
             session.call("trial", "should_prune")
