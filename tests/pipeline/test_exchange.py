@@ -54,7 +54,7 @@ def test_nodes_do_not_wait_in_a_circle_when_the_plan_changes():
         assert labels(found[1].client()) == order_of(0)
         busy = Forked(partial(labels, found[1].client(), "val"))
         os.read(val.begun, 1)  # nobody else is there to make what the first node wants now
-        with ask(found[1], AskForChunk(ChunkKey("train", 1, 0), 8, is_finished=True)) as waiting:
+        with ask(found[1], AskForChunk(ChunkKey("train", 5, 0), 8, is_finished=True)) as waiting:
             agree(found, "single-broadcast")
             assert select.select([waiting], [], [], 60)[0]
             assert not waiting.receive()
