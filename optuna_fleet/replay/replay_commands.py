@@ -284,13 +284,27 @@ def _policies_given(options: argparse.Namespace) -> dict[str, Policy]:
         possible = {n: one for n, one in policies.items() if one.paradigm in options.all_are}
         policies = possible or policies
     for name in given:
-        if not any(name in _names(type(policy)) for policy in policies.values()):
+        if not any(_heeds(policy, name) for policy in policies.values()):
             others = [other for other, kind in POLICIES.items() if name in _names(kind)]
             raise FleetConfigError(
-                f"`{_flag(name)}` is given, but {' or '.join(policies)} has no such option: it is "
-                f"one of {', '.join(others)}."
+                f"`{_flag(name)}` is given, but not heeded by {' or '.join(policies)}: "
+                f"{_NEEDS.get(name, 'it is an option of ' + ', '.join(others))}."
             )
     return policies
+
+
+_NEEDS = {
+    "alpha": "it is for policies that plan in rounds, with --paradigm global",
+    "forward_looking_s": "it is for elastic with another --objective than makespan",
+}
+
+
+def _heeds(policy: Policy, name: str) -> bool:
+    if name == "alpha":
+        return policy.paradigm == "global"
+    if name == "forward_looking_s":
+        return getattr(policy, "objective", "makespan") != "makespan"
+    return name in _names(type(policy))
 
 
 def _names(kind: type[Policy]) -> set[str]:

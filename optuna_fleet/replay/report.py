@@ -162,8 +162,10 @@ def save_gantt(outcome: Outcome, path: Path, name: str) -> None:
     """Save devices over time, coloured by trial, as a page for a browser.
 
     Raises:
-        FleetConfigError: The file can't be written.
+        FleetConfigError: The file can't be written, or its name says that it is something else.
     """
+    if path.suffix != ".html":
+        raise FleetConfigError(f"{path} would be a page for a browser: please name it *.html.")
     try:
         figure_of(Timeline(name=name, bars=tuple(_bars(outcome)))).write_html(path)
     except OSError as error:

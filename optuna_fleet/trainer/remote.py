@@ -102,9 +102,14 @@ class RemoteTrial(optuna.Trial):
         for choice in own:
             _check_choice(name, choice)
         value = self._session.call("trial", "suggest_categorical", name, own)
-        if not is_primitive(value):  # but a copy
-            value = self._chosen[name] = next(choice for choice in own if choice == value)
-        return value
+        if is_primitive(value):
+            self._session.choices[name] = repr(value)
+            return value
+        # But a copy; its position says the same in all processes, which its repr may not.
+        position = own.index(value)
+        self._session.choices[name] = f"choice {position}"
+        self._chosen[name] = own[position]
+        return own[position]
 
     def should_prune(self) -> bool:
         """See `optuna.Trial.should_prune`; every rank gets the same answer."""

@@ -196,8 +196,6 @@ class Session:
         answer = self.ask(Call, target=target, name=name, arguments=pack((args, kwargs)))
         if target == "trial" and name.startswith("suggest_") and is_primitive(answer):
             self.parameters[args[0]] = answer
-        if (target, name) == ("trial", "suggest_categorical"):
-            self.choices[args[0]] = repr(answer)
         return answer
 
     def read(self, target: str, name: str) -> Any:
@@ -264,7 +262,7 @@ class Session:
             self.is_waiting, self._num_unanswered = False, 0
         if reply.error is not None:
             raise unpack_error(reply.error)
-        return unpack(reply.value)
+        return unpack(reply.value) if reply.value else None
 
     def _reply_to(self, index: int) -> Reply:
         assert self._inbox is not None

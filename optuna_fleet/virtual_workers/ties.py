@@ -87,7 +87,6 @@ class Ties:
             own[here[0]] = one.parameter
             takes = [own.get(place) for place in one.layers]
             self._ties.append(_Tie(one.parameter, takes, group))
-        self.tied = {id(own) for tie in self._ties for own in tie.takes}
 
     def heed(self) -> None:
         """Whose `requires_grad` was changed in one layer, here or not, is changed in all."""

@@ -100,6 +100,19 @@ def test_errors_of_several_ranks_count_at_their_end_too(
     assert study.trials[0].intermediate_values == {}
 
 
+def reports_much(trial: Any) -> float:
+    for step in range(250):
+        trial.report(float(step), step)
+    return 1.0
+
+
+def test_hundreds_of_reports_in_a_row_are_stored(fleet: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: ON_THREE}
+    study.optimize(reports_much, n_trials=1, executor=fleet)
+    assert list(study.trials[0].intermediate_values) == list(range(250))
+
+
 class Slow(optuna.storages.InMemoryStorage):
     """Takes its time, so that reports queue up."""
 

@@ -147,7 +147,7 @@ class CallHandler:
             match call:
                 case Report():
                     self._ledger.report(number, call.value, call.step)
-                    return call.reply()  # which nobody reads
+                    return call.reply()
                 case ShouldPrune():
                     value = self._ledger.should_prune(number, call.last_step)
                 case IsAmongBest():

@@ -107,11 +107,6 @@ class Batches(Generic[_Batch]):
     def __iter__(self) -> Iterator[_Batch]:
         return self._read(self.plan)
 
-    @property
-    def last_size(self) -> int:
-        """Samples of the last of them."""
-        return self.plan.size(self.plan.num_steps - 1)
-
 
 _LEAST = {"epoch": 0, "batch_size": 1, "rank": 0, "world_size": 1, "first_step": 0}
 
