@@ -18,6 +18,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -665,6 +666,35 @@ def test_a_sign_of_life_of_a_trial_wakes_nobody_at_once_but_keeps_its_place(peer
     assert peers.collect(1) == [beat]
     assert time.monotonic() - began >= 0.05
     assert peers.connections.inbox.get(0.0) is None
+
+
+def turns_in(inbox: Inbox, seconds: float) -> int:
+    """How often it is looked what is there, while somebody waits for what does not come."""
+    with mock.patch.object(inbox, "_take_turn", wraps=inbox._take_turn) as take:
+        assert inbox.get(seconds) is None
+    return take.call_count
+
+
+def test_nobody_spins_after_what_came_at_leisure_was_taken_with_what_was_pressing() -> None:
+    with contextlib.closing(Inbox()) as inbox:
+        inbox.call_later(0.0, inbox.put_at_leisure, "at leisure")
+        inbox.call_later(0.0, inbox.put, "at once")
+        assert [inbox.get(), inbox.get()] == ["at leisure", "at once"]
+        assert turns_in(inbox, 0.5) < 20
+        inbox.call_later(0.0, inbox.put_at_leisure, "at leisure")
+        began = time.monotonic()
+        assert inbox.get() == "at leisure"
+        assert time.monotonic() - began >= 0.05
+
+
+def test_nobody_spins_if_a_thread_is_held_up_as_it_puts() -> None:
+    """All is taken, thanks to another one, before it has said that this was pressing."""
+    with contextlib.closing(Inbox()) as inbox:
+        inbox.put("first")
+        inbox._there.append("second")
+        assert [inbox.get(), inbox.get()] == ["first", "second"]
+        inbox._is_pressing = True
+        assert turns_in(inbox, 0.5) < 20
 
 
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:

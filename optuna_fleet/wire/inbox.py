@@ -76,7 +76,8 @@ class Inbox:
             self.call_later(_LEISURE_S, self._press)
 
     def _press(self) -> None:
-        self._is_pressing = True
+        if self._there:  # else it was taken with what came behind it
+            self._is_pressing = True
 
     def _has_news(self) -> bool:
         return self._is_pressing and bool(self._there)
@@ -98,7 +99,8 @@ class Inbox:
         event = self._there.popleft()
         if not self._there:
             self._is_pressing = False
-            self._is_pressing = bool(self._there)  # something may have been put just now
+            if self._there:  # something was put just now, whose flag this may have been
+                self._is_pressing = True
         return event
 
     def later(self, seconds: float, event: Any) -> None:
@@ -165,9 +167,8 @@ class Inbox:
         # heard of in time did say nothing, however long this process was stopped.
         self.now = now = time.monotonic()
         self._is_waiting = True  # first: who puts from now on rouses us
-        until = (
-            now if self._is_pressing else min([deadline, *(due for due, *_ in self._times[:1])])
-        )
+        # What is really there, not the flag alone: whoever put may set it after all was taken.
+        until = now if self._has_news() else min([deadline, *(due for due, *_ in self._times[:1])])
         try:
             ready = self._poll.poll(None if until == math.inf else max(0.0, until - now))
         finally:
