@@ -333,6 +333,15 @@ def test_a_stalled_handshake_is_dropped(
     assert welcomed.works()
 
 
+def test_however_many_come_one_after_another_one_look_at_who_is_late_is_due(
+    welcomed: Welcomed,
+) -> None:
+    for _ in range(5):
+        assert welcomed.works()
+    calls: list[Any] = [call for _, _, call in welcomed._inbox._times]
+    assert [call.func for call in calls].count(welcomed.listener._refuse_late) == 1
+
+
 def test_what_came_after_a_line_is_told_later(
     welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
