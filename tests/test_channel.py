@@ -742,6 +742,20 @@ def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> Non
     assert read.get() == "and this"
 
 
+def test_nobody_spins_if_the_rest_was_sent_by_another_message(peers: Peers) -> None:
+    """Or by a sign of life: it is looked no more whether the peer takes anything."""
+    channel = peers.connections.trainers[ProcessId(AGENT, 7)]
+    peers.connections.send(channel, os.urandom(30 << 20))
+    assert peers.connections.inbox.get(0.2) is None  # from now on it is waited for the peer
+    with peers.held_up():
+        thread = threading.Thread(target=peers.trainer.receive)
+        thread.start()
+        while channel.has_unsent:
+            channel.flush()
+        thread.join(PATIENCE_S)
+    assert turns_in(peers.connections.inbox, 0.5) < 20
+
+
 def test_a_message_that_only_another_version_knows_cuts_its_sender_off(peers: Peers) -> None:
     peers.agent.post_bytes(b"coptuna_fleet.wire.messages\nNewerThanThis\n.")
     text, ended = peers.collect(2)

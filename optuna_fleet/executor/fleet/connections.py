@@ -151,10 +151,10 @@ class Connections:
             self.inbox.watch(channel.fileno(), events, partial(self._attend, peer))
 
     def _attend(self, peer: _Peer, events: int) -> None:
-        if peer.channel.has_unsent:
+        if events & select.EPOLLOUT or peer.channel.has_unsent:
             with contextlib.suppress(OSError):
                 peer.channel.flush()
-            self._watch(peer.channel)
+            self._watch(peer.channel)  # also if somebody else has sent the rest
         if events & ~select.EPOLLOUT and (self.inbox.is_taken or peer.process is None):
             self._read(peer, is_all=peer.process is None)
 
