@@ -638,6 +638,39 @@ def test_a_time_comes_after_all_that_was_said_by_then(peers: Peers) -> None:
     assert got[2] == "the time"
 
 
+def test_a_time_comes_after_all_that_a_trainer_has_said_while_nobody_took(peers: Peers) -> None:
+    """As while a sampler is at work: a kill that is due must not overtake its victim's end."""
+    said = list(range(10))
+    for number in said:
+        peers.trainer.send(number)
+    peers.connections.inbox.later(0.0, "the time")
+    passed = threading.Event()
+    peers.connections.inbox.call_later(0.1, passed.set)  # which the thread that stands in does
+    assert passed.wait(PATIENCE_S)
+    peers.trainer.send("the end")
+    assert peers.collect(12) == [*said, "the end", "the time"]
+
+
+def test_a_time_comes_though_a_trainer_never_ceases_to_talk(peers: Peers) -> None:
+    over = threading.Event()
+
+    def talk() -> None:
+        while not over.is_set():
+            peers.trainer.send("of the trainer")
+        peers.trainer.send("the end")
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    peers.collect(10)
+    peers.connections.inbox.later(0.1, "the time")
+    while peers.collect(1) != ["the time"]:
+        pass
+    over.set()
+    while peers.collect(1) != ["the end"]:
+        pass
+    thread.join(PATIENCE_S)
+
+
 def test_an_agent_is_silent_only_if_nothing_came_however_long_nobody_read(peers: Peers) -> None:
     """A driver that was stopped finds the signs of life in its sockets."""
     connections = peers.connections

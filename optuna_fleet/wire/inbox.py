@@ -41,13 +41,15 @@ class Inbox:
         now: When the turn began.
         is_taken: Whether the turn is that of somebody who takes.
         is_at_work: Likewise, and it does not wait.
+        has_due: Likewise, and an event is due: first all is to be read that was said by then.
     """
 
     def __init__(self) -> None:
         self.now = time.monotonic()
-        self.is_taken = self.is_at_work = False
+        self.is_taken = self.is_at_work = self.has_due = False
         self._there: deque[Any] = deque()
         self._times: list[tuple[float, int, Callable[[], Any]]] = []
+        self._events: list[tuple[float, int, Any]] = []  # until somebody takes, who reads all
         self._order = itertools.count()
         self._handlers: dict[int, Callable[[int], Any]] = {}
         self._copies: set[int] = set()  # of descriptors that are waited for
@@ -91,7 +93,7 @@ class Inbox:
                 try:
                     self._take_turn(deadline)
                 finally:
-                    self.is_taken = self.is_at_work = False
+                    self.is_taken = self.is_at_work = self.has_due = False
             if not self._has_news() and time.monotonic() >= deadline:
                 return None
         if isinstance(event := self._there[0], BaseException):
@@ -105,13 +107,18 @@ class Inbox:
 
     def later(self, seconds: float, event: Any) -> None:
         """Put an event so many seconds from now, behind all that was said by then."""
-        self.call_later(seconds, self.put, event)
+        self._add(self._events, seconds, event)
 
     def call_later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call something so many seconds from now, when all is read that had come by then."""
-        call: Callable[[], Any] = partial(function, *arguments)
+        """Call something so many seconds from now, when what was there is read.
+
+        That is all that had come by then of whoever is read though nobody takes.
+        """
+        self._add(self._times, seconds, partial(function, *arguments))
+
+    def _add(self, heap: list[tuple[float, int, Any]], seconds: float, what: Any) -> None:
         # At one go, for all threads.
-        heapq.heappush(self._times, (time.monotonic() + seconds, next(self._order), call))
+        heapq.heappush(heap, (time.monotonic() + seconds, next(self._order), what))
         self._rouse()
 
     def call_when_readable(
@@ -168,9 +175,12 @@ class Inbox:
         self.now = now = time.monotonic()
         self._is_waiting = True  # first: who puts from now on rouses us
         # What is really there, not the flag alone: whoever put may set it after all was taken.
-        until = now if self._has_news() else min([deadline, *(due for due, *_ in self._times[:1])])
+        firsts = (*self._times[:1], *self._events[:1])
+        until = now if self._has_news() else min([deadline, *(due for due, *_ in firsts)])
+        self.has_due = self.is_taken and bool(self._events) and self._events[0][0] <= now
         try:
-            ready = self._poll.poll(None if until == math.inf else max(0.0, until - now))
+            wait_s = None if until == math.inf else max(0.0, until - now)
+            ready = self._poll.poll(wait_s, len(self._handlers))
         finally:
             self._is_waiting = False
         self.is_at_work = self.is_taken
@@ -180,6 +190,8 @@ class Inbox:
                     handler(events)
             while self._times and self._times[0][0] <= now:
                 heapq.heappop(self._times)[2]()
+            while self.has_due and self._events and self._events[0][0] <= now:
+                self.put(heapq.heappop(self._events)[2])
         except Exception as error:
             self._is_over.set()
             text = f"The driver can't hear of its nodes any more: {type(error).__name__}: {error}"
