@@ -18,6 +18,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -332,6 +333,15 @@ def test_a_stalled_handshake_is_dropped(
     assert welcomed.works()
 
 
+def test_however_many_come_one_after_another_one_look_at_who_is_late_is_due(
+    welcomed: Welcomed,
+) -> None:
+    for _ in range(5):
+        assert welcomed.works()
+    calls: list[Any] = [call for _, _, call in welcomed._inbox._times]
+    assert [call.func for call in calls].count(welcomed.listener._refuse_late) == 1
+
+
 def test_what_came_after_a_line_is_told_later(
     welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -628,6 +638,39 @@ def test_a_time_comes_after_all_that_was_said_by_then(peers: Peers) -> None:
     assert got[2] == "the time"
 
 
+def test_a_time_comes_after_all_that_a_trainer_has_said_while_nobody_took(peers: Peers) -> None:
+    """As while a sampler is at work: a kill that is due must not overtake its victim's end."""
+    said = list(range(10))
+    for number in said:
+        peers.trainer.send(number)
+    peers.connections.inbox.later(0.0, "the time")
+    passed = threading.Event()
+    peers.connections.inbox.call_later(0.1, passed.set)  # which the thread that stands in does
+    assert passed.wait(PATIENCE_S)
+    peers.trainer.send("the end")
+    assert peers.collect(12) == [*said, "the end", "the time"]
+
+
+def test_a_time_comes_though_a_trainer_never_ceases_to_talk(peers: Peers) -> None:
+    over = threading.Event()
+
+    def talk() -> None:
+        while not over.is_set():
+            peers.trainer.send("of the trainer")
+        peers.trainer.send("the end")
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    peers.collect(10)
+    peers.connections.inbox.later(0.1, "the time")
+    while peers.collect(1) != ["the time"]:
+        pass
+    over.set()
+    while peers.collect(1) != ["the end"]:
+        pass
+    thread.join(PATIENCE_S)
+
+
 def test_an_agent_is_silent_only_if_nothing_came_however_long_nobody_read(peers: Peers) -> None:
     """A driver that was stopped finds the signs of life in its sockets."""
     connections = peers.connections
@@ -667,6 +710,35 @@ def test_a_sign_of_life_of_a_trial_wakes_nobody_at_once_but_keeps_its_place(peer
     assert peers.connections.inbox.get(0.0) is None
 
 
+def turns_in(inbox: Inbox, seconds: float) -> int:
+    """How often it is looked what is there, while somebody waits for what does not come."""
+    with mock.patch.object(inbox, "_take_turn", wraps=inbox._take_turn) as take:
+        assert inbox.get(seconds) is None
+    return take.call_count
+
+
+def test_nobody_spins_after_what_came_at_leisure_was_taken_with_what_was_pressing() -> None:
+    with contextlib.closing(Inbox()) as inbox:
+        inbox.call_later(0.0, inbox.put_at_leisure, "at leisure")
+        inbox.call_later(0.0, inbox.put, "at once")
+        assert [inbox.get(), inbox.get()] == ["at leisure", "at once"]
+        assert turns_in(inbox, 0.5) < 20
+        inbox.call_later(0.0, inbox.put_at_leisure, "at leisure")
+        began = time.monotonic()
+        assert inbox.get() == "at leisure"
+        assert time.monotonic() - began >= 0.05
+
+
+def test_nobody_spins_if_a_thread_is_held_up_as_it_puts() -> None:
+    """All is taken, thanks to another one, before it has said that this was pressing."""
+    with contextlib.closing(Inbox()) as inbox:
+        inbox.put("first")
+        inbox._there.append("second")
+        assert [inbox.get(), inbox.get()] == ["first", "second"]
+        inbox._is_pressing = True
+        assert turns_in(inbox, 0.5) < 20
+
+
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
     """As of a trainer that is stopped while it sends."""
     large = os.urandom(30 << 20)
@@ -701,6 +773,20 @@ def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> Non
     thread.join(PATIENCE_S)
     assert read.get() == large
     assert read.get() == "and this"
+
+
+def test_nobody_spins_if_the_rest_was_sent_by_another_message(peers: Peers) -> None:
+    """Or by a sign of life: it is looked no more whether the peer takes anything."""
+    channel = peers.connections.trainers[ProcessId(AGENT, 7)]
+    peers.connections.send(channel, os.urandom(30 << 20))
+    assert peers.connections.inbox.get(0.2) is None  # from now on it is waited for the peer
+    with peers.held_up():
+        thread = threading.Thread(target=peers.trainer.receive)
+        thread.start()
+        while channel.has_unsent:
+            channel.flush()
+        thread.join(PATIENCE_S)
+    assert turns_in(peers.connections.inbox, 0.5) < 20
 
 
 def test_a_message_that_only_another_version_knows_cuts_its_sender_off(peers: Peers) -> None:

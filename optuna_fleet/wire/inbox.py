@@ -41,13 +41,15 @@ class Inbox:
         now: When the turn began.
         is_taken: Whether the turn is that of somebody who takes.
         is_at_work: Likewise, and it does not wait.
+        has_due: Likewise, and an event is due: first all is to be read that was said by then.
     """
 
     def __init__(self) -> None:
         self.now = time.monotonic()
-        self.is_taken = self.is_at_work = False
+        self.is_taken = self.is_at_work = self.has_due = False
         self._there: deque[Any] = deque()
         self._times: list[tuple[float, int, Callable[[], Any]]] = []
+        self._events: list[tuple[float, int, Any]] = []  # until somebody takes, who reads all
         self._order = itertools.count()
         self._handlers: dict[int, Callable[[int], Any]] = {}
         self._copies: set[int] = set()  # of descriptors that are waited for
@@ -76,7 +78,8 @@ class Inbox:
             self.call_later(_LEISURE_S, self._press)
 
     def _press(self) -> None:
-        self._is_pressing = True
+        if self._there:  # else it was taken with what came behind it
+            self._is_pressing = True
 
     def _has_news(self) -> bool:
         return self._is_pressing and bool(self._there)
@@ -90,7 +93,7 @@ class Inbox:
                 try:
                     self._take_turn(deadline)
                 finally:
-                    self.is_taken = self.is_at_work = False
+                    self.is_taken = self.is_at_work = self.has_due = False
             if not self._has_news() and time.monotonic() >= deadline:
                 return None
         if isinstance(event := self._there[0], BaseException):
@@ -98,18 +101,24 @@ class Inbox:
         event = self._there.popleft()
         if not self._there:
             self._is_pressing = False
-            self._is_pressing = bool(self._there)  # something may have been put just now
+            if self._there:  # something was put just now, whose flag this may have been
+                self._is_pressing = True
         return event
 
     def later(self, seconds: float, event: Any) -> None:
         """Put an event so many seconds from now, behind all that was said by then."""
-        self.call_later(seconds, self.put, event)
+        self._add(self._events, seconds, event)
 
     def call_later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call something so many seconds from now, when all is read that had come by then."""
-        call: Callable[[], Any] = partial(function, *arguments)
+        """Call something so many seconds from now, when what was there is read.
+
+        That is all that had come by then of whoever is read though nobody takes.
+        """
+        self._add(self._times, seconds, partial(function, *arguments))
+
+    def _add(self, heap: list[tuple[float, int, Any]], seconds: float, what: Any) -> None:
         # At one go, for all threads.
-        heapq.heappush(self._times, (time.monotonic() + seconds, next(self._order), call))
+        heapq.heappush(heap, (time.monotonic() + seconds, next(self._order), what))
         self._rouse()
 
     def call_when_readable(
@@ -165,11 +174,13 @@ class Inbox:
         # heard of in time did say nothing, however long this process was stopped.
         self.now = now = time.monotonic()
         self._is_waiting = True  # first: who puts from now on rouses us
-        until = (
-            now if self._is_pressing else min([deadline, *(due for due, *_ in self._times[:1])])
-        )
+        # What is really there, not the flag alone: whoever put may set it after all was taken.
+        firsts = (*self._times[:1], *self._events[:1])
+        until = now if self._has_news() else min([deadline, *(due for due, *_ in firsts)])
+        self.has_due = self.is_taken and bool(self._events) and self._events[0][0] <= now
         try:
-            ready = self._poll.poll(None if until == math.inf else max(0.0, until - now))
+            wait_s = None if until == math.inf else max(0.0, until - now)
+            ready = self._poll.poll(wait_s, len(self._handlers))
         finally:
             self._is_waiting = False
         self.is_at_work = self.is_taken
@@ -179,6 +190,8 @@ class Inbox:
                     handler(events)
             while self._times and self._times[0][0] <= now:
                 heapq.heappop(self._times)[2]()
+            while self.has_due and self._events and self._events[0][0] <= now:
+                self.put(heapq.heappop(self._events)[2])
         except Exception as error:
             self._is_over.set()
             text = f"The driver can't hear of its nodes any more: {type(error).__name__}: {error}"

@@ -68,6 +68,7 @@ class Listener:
         self._num_refused = 0
         self._refused = ""
         self._is_quiet = False
+        self._will_look = False  # who is late
         self._socket = _bound(host, port)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
@@ -126,17 +127,21 @@ class Listener:
         deadline = time.monotonic() + HANDSHAKE_LIMIT_S
         applicant = _Applicant(sock=tls, address=address, deadline=deadline)
         self._applicants.append(applicant)
-        if len(self._applicants) == 1:
-            self._inbox.call_later(HANDSHAKE_LIMIT_S, self._refuse_late)
+        self._look_for_late()
         self._inbox.watch(tls.fileno(), select.EPOLLIN, partial(self._hear, applicant))
         self._hear(applicant)  # its first words may be there
 
-    def _refuse_late(self) -> None:
-        while self._applicants and self._applicants[0].deadline <= self._inbox.now:
-            self._refuse(self._applicants[0], "did not prove itself in time")
-        if self._applicants:
+    def _look_for_late(self) -> None:
+        if self._applicants and not self._will_look:
+            self._will_look = True
             left_s = self._applicants[0].deadline - time.monotonic()
             self._inbox.call_later(left_s, self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        self._will_look = False
+        while self._applicants and self._applicants[0].deadline <= self._inbox.now:
+            self._refuse(self._applicants[0], "did not prove itself in time")
+        self._look_for_late()
 
     def _hear(self, applicant: _Applicant, events: int = 0) -> None:
         try:

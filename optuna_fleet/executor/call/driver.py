@@ -235,7 +235,9 @@ class Driver:
 
         A second Ctrl-C ends this at whatever it is, and `has_freed_devices` stays false.
         """
-        if not isinstance(error, FleetError | KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupts.forget()
+        elif not isinstance(error, FleetError):
             self._journal.attach_to(error)
         runs, trials = self._runs, self._parts.trials
         launched = {number for number, trial in trials.items() if trial.was_launched}
@@ -247,7 +249,7 @@ class Driver:
             self._end_log("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         finally:
             is_fit = not isinstance(error, LaunchError)
-            self.has_freed_devices = is_fit and self._runtime.reset(busy)
+            self.has_freed_devices = is_fit and self._runtime.reset(busy, self.interrupts.check)
 
 
 class Interrupts:
@@ -278,6 +280,10 @@ class Interrupts:
         self._inbox.put(None)  # whoever takes comes back to `check`
         if not self._inbox.is_at_work:
             raise KeyboardInterrupt
+
+    def forget(self) -> None:
+        """The one that came was told: only another one is news."""
+        self._came = False
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one came, which can only have been dropped."""

@@ -30,6 +30,7 @@ from optuna_fleet.wire.transfer import OpenTransfer
 
 _ALL = ("", "*", "0.0.0.0", "::")
 _MOST_DESCRIPTORS = 65_536
+_MANY = 1000  # messages: more than a trainer says while a driver is busy, if it does not flood it
 _CAUSE_LIMIT_S = 0.5  # after the end of a connection, in which the engine may say why
 
 
@@ -63,7 +64,8 @@ class Connections:
     Nobody waits for one of them: not for the rest of a message, nor until one takes a message.
     What a node has said comes in order: a trainer's first word after that it was started, its last
     before the news of its death, and all before the news of the node's loss. What a trainer says
-    is read as it is taken, so that one that says too much waits itself.
+    is read as it is taken, so that one that says too much waits itself; but what is there is read
+    before an event that is due.
 
     Args:
         host: Address to listen on; None for all.
@@ -151,15 +153,16 @@ class Connections:
             self.inbox.watch(channel.fileno(), events, partial(self._attend, peer))
 
     def _attend(self, peer: _Peer, events: int) -> None:
-        if peer.channel.has_unsent:
+        if events & select.EPOLLOUT or peer.channel.has_unsent:
             with contextlib.suppress(OSError):
                 peer.channel.flush()
-            self._watch(peer.channel)
+            self._watch(peer.channel)  # also if somebody else has sent the rest
         if events & ~select.EPOLLOUT and (self.inbox.is_taken or peer.process is None):
-            self._read(peer, is_all=peer.process is None)
+            most = math.inf if peer.process is None else _MANY if self.inbox.has_due else 1
+            self._read(peer, most)
 
-    def _read(self, peer: _Peer | None, *, is_all: bool) -> None:
-        """Read what a peer has said, if it is there as a whole, or all of it."""
+    def _read(self, peer: _Peer | None, most: float = math.inf) -> None:
+        """Read so many messages of a peer, as far as they are there as a whole."""
         while peer is not None and peer.channel in self._peers and peer.channel.has_message():
             try:
                 message = peer.channel.receive()
@@ -169,7 +172,7 @@ class Connections:
                 self._drop(peer)
                 return
             self._hear(peer, message)
-            if not is_all:
+            if (most := most - 1) <= 0:
                 return
 
     def _hear(self, peer: _Peer, message: Any) -> None:
@@ -188,7 +191,7 @@ class Connections:
                 self.agents[message.agent] = peer.channel
                 peer.agent = message.agent
             case TrainerReady(process=process):
-                self._read(self._at(self.agents.get(process.agent)), is_all=True)
+                self._read(self._at(self.agents.get(process.agent)))
                 if process in self._dead:
                     self._drop(peer)
                     return
@@ -200,7 +203,7 @@ class Connections:
             case TrainerExited(process=process):
                 if (channel := self.trainers.get(process)) is None:
                     self._dead.add(process)
-                self._read(self._at(channel), is_all=True)
+                self._read(self._at(channel))
         self.inbox.put(message)
 
     def _at(self, channel: Channel | None) -> _Peer | None:
@@ -223,7 +226,7 @@ class Connections:
 
     def _give_up(self, agent: str, events: Iterable[Any]) -> None:
         for peer in [peer for peer in self._peers.values() if peer.agent == agent]:
-            self._read(peer, is_all=True)
+            self._read(peer)
             if peer.channel in self._peers:
                 self._drop(peer)
         for event in events:

@@ -323,10 +323,11 @@ class Runtime:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def reset(self, devices: set[int]) -> bool:
+    def reset(self, devices: set[int], check: Callable[[], None]) -> bool:
         """Replace the trainers of these devices; return whether their successors are ready.
 
-        It raises no LaunchError: who resets has an error of its own to tell.
+        It raises no LaunchError, for who resets has an error of its own to tell; but what `check`
+        raises, which is called at each message.
         """
         wanted = {d: process for d, process in self.trainers.live.items() if d in devices}
         for device in wanted:
@@ -338,17 +339,21 @@ class Runtime:
             return all(process not in (None, wanted[d]) for d, process in now.items())
 
         try:
-            return self._wait_until(is_reset, _RESET_LIMIT_S)
+            return self._wait_until(is_reset, _RESET_LIMIT_S, check)
         except LaunchError:
             return False
 
-    def _wait_until(self, is_so: Any, limit_s: float) -> bool:
+    def _wait_until(
+        self, is_so: Any, limit_s: float, check: Callable[[], None] = lambda: None
+    ) -> bool:
         """Handle messages between two calls until something is so; return whether it is."""
         deadline = time.monotonic() + limit_s
         while not is_so():
             if (left_s := deadline - time.monotonic()) <= 0:
                 return False
-            for message in self.heard(self.inbox.get(left_s)):
+            event = self.inbox.get(left_s)
+            check()
+            for message in self.heard(event):
                 for heard in (message, *getattr(message, "exits", ())):  # of a lost node
                     if isinstance(heard, TrainerReady | TrainerExited):
                         self.device_events(heard)
