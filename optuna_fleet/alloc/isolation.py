@@ -113,7 +113,10 @@ class IsolatedAllocator:
             except BaseException as error:
                 plan.set_exception(error)
 
-        threading.Thread(target=allocate, daemon=True).start()
+        try:
+            threading.Thread(target=allocate, daemon=True).start()
+        except RuntimeError as error:  # there can't be more, for now
+            plan.set_result(self._fall_back(problem, f"no thread can wait for a solver: {error}"))
         return plan
 
     def allocate(self, problem: AllocationProblem) -> Plan:
@@ -151,6 +154,9 @@ class IsolatedAllocator:
                 if closings != self._closings:
                     raise CancelledError from error
                 cause = _cause(error)
+        return self._fall_back(problem, cause)
+
+    def _fall_back(self, problem: AllocationProblem, cause: str) -> Plan:
         _logger.warning(
             "Allocation by %s instead of %s: %s", self._fallback.name, self.name, cause
         )

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from multiprocessing.connection import Pipe
@@ -107,6 +108,17 @@ def test_an_allocator_that_can_not_be_sent_falls_back(isolated):
     unsendable = Misbehaving("hang", name=(n for n in "x"))
     plan = isolated(unsendable).allocate(GOOD)
     assert plan.status.startswith("fallback: solver process can't be asked")
+
+
+def test_where_no_thread_can_be_started_the_plan_is_the_fallbacks(isolated, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    allocator = isolated(Misbehaving("hang"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    plan = allocator.submit(GOOD).result(0)
+    cause = "fallback: no thread can wait for a solver: can't start new thread"
+    assert (plan.allocator, plan.status) == (GreedyAllocator().name, cause)
 
 
 def test_interrupting_the_driver_leaves_the_child_alone(isolated):

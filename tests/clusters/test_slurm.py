@@ -91,6 +91,13 @@ def test_a_queue_that_can_not_be_asked_ends_nothing(allocate, monkeypatch) -> No
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
 
 
+def test_an_answer_that_can_not_be_read_ends_the_call(monkeypatch) -> None:
+    answer = mock.Mock(side_effect=lambda job: b"Comment=\xfc".decode())
+    monkeypatch.setattr(cluster, "ask_allocation", answer)
+    with hub_of("7") as hub, pytest.raises(LaunchError, match="job 7 can't be read: UnicodeDec"):
+        hub.wait_for(lambda: False)
+
+
 def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
     array = slurm.submit("sleep 1000", "--array=0-3", "--exclusive")
     slurm.wait_for(lambda: list(slurm.queue().values()) == ["RUNNING"] * 4)

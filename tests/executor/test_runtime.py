@@ -26,6 +26,7 @@ from optuna_fleet.events import (
     DeviceJoined,
     DeviceLeaving,
     DeviceLost,
+    Ending,
     Launch,
 )
 from optuna_fleet.exceptions import OutOfMemoryError
@@ -53,7 +54,7 @@ from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.main import trainer_main
 from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import TrainerReady
+from optuna_fleet.wire.messages import Ended, TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     KillTrainer,
@@ -383,6 +384,20 @@ def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
     states[0] = "it is stopped"
     wait(runtime, 2)
     assert "end here" in engine.done
+
+
+def test_nobody_looks_after_a_device_that_is_left_out_once_its_trainer_has_ended(
+    runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "state_in_words", lambda pid: "it is stopped")
+    trainer_ready(runtime, pid=7)
+    failed = {"run_id": 0, "rank": 0, "device": 0, "time_s": 0.0, "ending": Ending.RAISED}
+    for is_last in (False, False, True):
+        runtime.rank_ended(Ended(**failed, is_last=is_last, has_device_failed=True))
+    assert runtime.faults.left_out == {0}
+    assert trainer_exited(runtime, pid=7) == []
+    wait(runtime, 12)
+    assert "end here" not in engine.done
 
 
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(

@@ -233,6 +233,8 @@ class Runtime:
         """
         device, process = message.device, message.process
         if device in self.faults.left_out and self.trainers.process_on(device) is None:
+            if isinstance(message, TrainerExited):
+                self.trainers.gone(process)
             return []
         if isinstance(message, TrainerExited):
             try:

@@ -82,14 +82,18 @@ class Trainers:
         """
         has_joined, has_retired = self.live.get(device) == process, process in self._retired
         lost = DeviceLost(device=device, by_order=process in self._killed)
-        self._killed.discard(process)
-        self._retired.discard(process)
+        self.gone(process)
         if has_joined:
             del self.live[device]
             return [lost]
         if not has_retired:
             self._count_failed_start(device, cause)
         return []
+
+    def gone(self, process: ProcessId) -> None:
+        """One has ended, and nobody need hear of it."""
+        self._killed.discard(process)
+        self._retired.discard(process)
 
     def _count_failed_start(self, device: int, cause: str) -> None:
         self._failed_starts[device] += 1

@@ -223,10 +223,14 @@ class SlurmEngine(Engine):
 
         def ask() -> None:  # for minutes, perhaps
             there = None
-            with contextlib.suppress(
-                LaunchError
-            ):  # srun has more patience, and says what is wrong
+            try:
                 there = ask_allocation(self._job)
+            except LaunchError:  # srun has more patience, and says what is wrong
+                pass
+            except Exception as error:
+                problem = f"scontrol's answer about job {self._job} can't be read"
+                inbox.put(LaunchError(f"{problem}: {type(error).__name__}: {error}"))
+                return
             inbox.call_later(0.0, self._looked, there)
 
         threading.Thread(target=ask, name="optuna-fleet-slurm", daemon=True).start()
