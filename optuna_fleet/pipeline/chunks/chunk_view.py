@@ -18,6 +18,7 @@ from optuna_fleet.pipeline.chunks.layout import (
     Bytes,
     Column,
     Header,
+    Named,
     Texts,
     chunk_in_memory,
 )
@@ -83,6 +84,8 @@ class ChunkView:
         """Puts one together again, but for tuples: collating makes lists of them all the same."""
         if isinstance(batch, Texts):
             return batch.values[number]
+        if isinstance(batch, Named):  # as it was: its class has seen these parts already
+            return tuple.__new__(batch.kind, [self._sample(each, number) for each in batch.parts])
         if not isinstance(batch, Column):
             return _mapped(lambda part: self._sample(part, number), batch)
         (row,) = self.rows(batch, number, number + 1)
@@ -139,8 +142,9 @@ def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
     first = batches[0]
     if type(first) is dict:
         return {key: function(*(each[key] for each in batches)) for key in first}
-    found = [*map(function, *batches)]
-    return found if type(first) is list else type(first)(*found)
+    if isinstance(first, Named):
+        return first.kind(*map(function, *(each.parts for each in batches)))
+    return [*map(function, *batches)]
 
 
 def _joined(pieces: Sequence[torch.Tensor], copies: bool) -> torch.Tensor:

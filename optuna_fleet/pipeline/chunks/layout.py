@@ -67,13 +67,21 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A namedtuple of what a batch has; its class, which may compute, is called with that alone."""
+
+    kind: type[Any]
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What the pickle says.
 
     Attributes:
         num_samples: Of the chunk.
-        batch: Dicts, lists and namedtuples with `Column` and `Texts` in them; None if the samples
-            lie one after another.
+        batch: Dicts, lists and `Named` with `Column` and `Texts` in them; None if the samples lie
+            one after another.
         blobs: Then, for each sample, where its blobs begin and end: the first is its pickle, the
             others are the tensors and arrays that the pickle leaves out.
     """
@@ -173,7 +181,7 @@ class Chunk:
                 raise _UnlikeError
             return {key: self._together([each[key] for each in values]) for key in values[0]}
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return kind(*(self._together(leaves) for leaves in _transposed(values)))
+            return Named(kind, tuple([self._together(leaves) for leaves in _transposed(values)]))
         if kind is tuple or kind is list:
             if len({*map(len, values)}) > 1:
                 raise _UnlikeError
