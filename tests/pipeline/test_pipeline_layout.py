@@ -251,6 +251,14 @@ def test_object_of_main_beside_arrays():
     assert bits([ones, array, got.x]) == bits([sample[0], sample[1], item.x])
 
 
+@pytest.mark.parametrize("length", [1, 40_000])
+def test_large_texts_are_not_remembered(length):
+    chunk = view(["x" * length, "y" * length])
+    again = ChunkView(chunk.chunk)
+    assert again.header == chunk.header
+    assert (again.header is chunk.header) == (length == 1)
+
+
 def test_ragged_samples_come_one_by_one():
     samples = [torch.arange(i) for i in range(1, 4)]
     chunk = view(samples)

@@ -24,8 +24,18 @@ from optuna_fleet.pipeline.chunks.layout import (
 )
 
 
+_MOST_KNOWN_BYTES = 16 << 10
+"""Of a header that is remembered: large ones have texts in them, which no budget counts."""
+
+
+def _header(packed: memoryview) -> Header:
+    small = packed.nbytes <= _MOST_KNOWN_BYTES
+    header: Header = _known_header(packed.tobytes()) if small else pickle.loads(packed)
+    return header
+
+
 @lru_cache(maxsize=16)
-def _header(packed: bytes) -> Header:
+def _known_header(packed: bytes) -> Header:
     """Most chunks of a data set have the same."""
     header: Header = pickle.loads(packed)
     return header
@@ -42,7 +52,7 @@ class ChunkView:
         self._chunk: Bytes | None = chunk
         self._found = weakref.ref(chunk)
         begin, length = HEAD.unpack_from(chunk.data)
-        self.header = _header(chunk[begin : begin + length].tobytes())
+        self.header = _header(chunk.data[begin : begin + length])
         self._rows: dict[int, torch.Tensor] = {}
         self._nbytes = begin + length
 
