@@ -100,12 +100,12 @@ class Chunk:
 
     Attributes:
         nbytes: What it takes.
-        sample_bytes: What its largest sample takes, without what it takes for all of them.
     """
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
         self._columns: list[tuple[Column, Any]] = []
+        self._texts: list[Sequence[Any]] = []
         self._blobs: list[tuple[int, bytes | memoryview]] = []
         self._end = ALIGNMENT
 
@@ -136,6 +136,14 @@ class Chunk:
             return chunk._finished(Header(len(rows[0]), batch))
         return None
 
+    @property
+    def sample_bytes(self) -> int:
+        """What its largest sample takes, without what it takes for all of them."""
+        if self._places:
+            return max(sum(stop - begin for begin, stop in blobs) for blobs in self._places)
+        texts = (sum(len(dumps(text)) for text in texts) for texts in _transposed(self._texts))
+        return sum(column.row_bytes for column, _ in self._columns) + max(texts, default=0)
+
     def write(self, room: memoryview) -> None:
         """Writes it to where there is room, from a multiple of the alignment on."""
         for column, values in self._columns:
@@ -153,9 +161,7 @@ class Chunk:
 
     def _finished(self, header: Header) -> Chunk:
         packed = dumps(header)
-        sizes = [sum(stop - begin for begin, stop in blobs) for blobs in header.blobs]
-        sizes.append(sum(column.row_bytes for column, _ in self._columns))
-        self.sample_bytes = max(sizes)
+        self._places = header.blobs
         self.nbytes = self._end + len(packed)
         self._blobs.append((self._end, packed))
         return self
@@ -190,6 +196,7 @@ class Chunk:
 
     def _leaves(self, kind: type[Any], values: Sequence[Any]) -> Column | Texts:
         if issubclass(kind, (str, bytes)):
+            self._texts.append(values)
             return Texts(values)
         if issubclass(kind, torch.Tensor):
             return self._tensors(kind, values)
@@ -252,7 +259,7 @@ class Chunk:
 
 
 def _transposed(values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    for number in range(len(values[0])):
+    for number in range(len(values[0]) if values else 0):
         yield tuple([each[number] for each in values])
 
 
