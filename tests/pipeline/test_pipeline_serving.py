@@ -1,9 +1,38 @@
 """Agent, preprocessors and readers as processes."""
 
 import pytest
+from pipeline_harness import serving
 
+from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.batches import OpenedPass
 from optuna_fleet.pipeline.reader.mapping import Mapping
+
+
+class Many:
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        return index
+
+    def __getitems__(self, wanted):
+        return wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, 256),
+        ({"batched": True}, 2048),
+        ({"batched": True, "prepare": float}, 256),
+        ({"batched": True, "augment": float}, 256),
+        ({"batched": True, "finish": float}, 256),
+    ],
+)
+def test_chunks_are_long_where_nothing_is_done_to_each_sample(options, wanted):
+    """Whoever waits for a chunk waits for all of its samples: readers, and other nodes."""
+    with serving(SharedPipeline(train=Many(), **options), num_preprocessors=1) as agent:
+        assert agent.client().open_pass("train", 0, 0).chunk_size == wanted
 
 
 def labels(client, name="train", **arguments):

@@ -120,7 +120,7 @@ class _Producer:
         self.told_s = time.monotonic()
         key = ChunkKey(order.name, 0, 0)
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, is_repeatable, are_rows = 0, True, False
+        header_bytes, is_repeatable, are_rows, is_bare = 0, True, False, False
         self.samples.begin()
         try:
             first = self.samples.sample(key, 0)
@@ -130,6 +130,7 @@ class _Producer:
             nbytes = self._largest(self.kept, chunk.sample_bytes)
             is_repeatable = self.samples.is_repeatable(key, first)
             are_rows = self.samples.rows(key, range(1)) is not None
+            is_bare = self.samples.is_bare(order.name)
         except Exception:
             pass  # The size is a guess then; the order for the chunk will tell the error.
         wire.send(
@@ -140,6 +141,7 @@ class _Producer:
                 header_bytes=header_bytes,
                 is_repeatable=is_repeatable,
                 are_rows=are_rows,
+                is_bare=is_bare,
             ),
         )
 
