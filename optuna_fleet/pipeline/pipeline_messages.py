@@ -159,6 +159,7 @@ class SampleMeasured:
         is_repeatable: The first sample was the same when it was made again.
         are_rows: Samples are rows of tensors.
         is_bare: Samples are what the data set gives: no function is called for each.
+        has_failed: A sample could not be had, so that other nodes may find another size.
     """
 
     name: str
@@ -167,6 +168,7 @@ class SampleMeasured:
     is_repeatable: bool = True
     are_rows: bool = False
     is_bare: bool = False
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
