@@ -23,7 +23,6 @@ from optuna_fleet.pipeline.chunks.layout import (
     chunk_in_memory,
 )
 
-
 _MOST_KNOWN_BYTES = 16 << 10
 """Of a header that is remembered: large ones have texts in them, which no budget counts."""
 

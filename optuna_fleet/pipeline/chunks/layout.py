@@ -68,7 +68,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A namedtuple of what a batch has; its class, which may compute, is called with that alone."""
+    """A namedtuple of what a batch has; its class may compute, so it is called with that alone."""
 
     kind: type[Any]
     parts: tuple[Any, ...]

@@ -380,10 +380,10 @@ class Making:
                     name=name, sample_bytes=guess, header_bytes=0, has_failed=True
                 )
                 self._measured(lost)
-            case ProduceChunk(key=key, source=None):
-                self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
-            case ProduceChunk(key=key):
+            case ProduceChunk(key=key) if key in self._fetched:
                 self._not_fetched(key)
+            case ProduceChunk(key=key):
+                self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
         self._on_idle()
 
     def _measures_again(self, name: str) -> bool:
