@@ -158,6 +158,8 @@ class SampleMeasured:
         header_bytes: Bytes a chunk takes beyond its samples.
         is_repeatable: The first sample was the same when it was made again.
         are_rows: Samples are rows of tensors.
+        is_bare: Samples are what the data set gives: no function is called for each.
+        has_failed: A sample could not be had, so that other nodes may find another size.
     """
 
     name: str
@@ -165,6 +167,8 @@ class SampleMeasured:
     header_bytes: int
     is_repeatable: bool = True
     are_rows: bool = False
+    is_bare: bool = False
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ MAX_CHUNK_SAMPLES = 256
 """No chunk has more: whoever waits for the first of them waits for all."""
 
 MAX_CHUNK_TOGETHER = 2048
-"""The same where many samples are read at once."""
+"""The same where many samples are read at once, and nothing is done to each of them."""
 
 MAX_CHUNK_ROWS = 8192
 """The same for rows of tensors, which are there at once."""
@@ -125,17 +125,21 @@ class PipelineSpec:
 
 
 def choose_chunk_size(
-    dataset: DatasetSpec, *, sample_bytes: int, chunk_bytes: int, are_rows: bool = False
+    dataset: DatasetSpec,
+    *,
+    sample_bytes: int,
+    chunk_bytes: int,
+    are_rows: bool = False,
+    is_bare: bool = False,
 ) -> int:
-    """Returns how many samples a chunk of this data set holds; ``are_rows``: of tensors.
+    """Returns how many samples a chunk of this data set holds; arguments as in `SampleMeasured`.
 
     About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks. A
     power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
     changes what a batch contains.
     """
-    least, most = MIN_CHUNK_SAMPLES, MAX_CHUNK_SAMPLES
-    if dataset.batched:
-        least, most = TOGETHER, MAX_CHUNK_TOGETHER
+    least = TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES
+    most = MAX_CHUNK_TOGETHER if dataset.batched and is_bare else MAX_CHUNK_SAMPLES
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(least, dataset.num_samples // MIN_CHUNKS_PER_EPOCH)
     size = min(by_bytes, by_count, MAX_CHUNK_ROWS if are_rows else most)

@@ -81,6 +81,25 @@ def test_batches_equal_default_collate(make):
         assert bits(cut_batch(parts, None)) == bits(default_collate(wanted))
 
 
+class Halved(collections.namedtuple("Halved", "x label")):
+    def __new__(cls, x, label):
+        return super().__new__(cls, x / 2, label)
+
+
+def test_namedtuples_that_compute_are_called_with_tensors_alone():
+    samples = [Halved(torch.full((2,), 8.0 * i), f"{i}") for i in range(4)]
+    chunk, other = view(samples), view([samples[0], Halved(torch.zeros(2), 3)])
+    for parts, wanted in (
+        ([(chunk, 0, 4)], samples),
+        ([(chunk, 1, 3), (chunk, 0, 2)], [*samples[1:3], *samples[:2]]),
+        ([(chunk, 3, 4), (other, 0, 1)], [samples[3], samples[0]]),
+    ):
+        got, expected = cut_batch(parts, None), default_collate(wanted)
+        assert type(got) is Halved
+        assert torch.equal(got.x, expected.x)
+        assert got.label == expected.label
+
+
 def test_batch_of_samples_that_are_alike_is_not_copied():
     chunk = view([torch.full((16,), float(i)) for i in range(8)])
     one = cut_batch([(chunk, 4, 8)], None)
@@ -230,6 +249,14 @@ def test_object_of_main_beside_arrays():
     sample = (torch.ones(5), np.arange(2), item)
     ((ones, array, got),) = view([sample], collated_by_user=True).samples(0, 1)
     assert bits([ones, array, got.x]) == bits([sample[0], sample[1], item.x])
+
+
+@pytest.mark.parametrize("length", [1, 40_000])
+def test_large_texts_are_not_remembered(length):
+    chunk = view(["x" * length, "y" * length])
+    again = ChunkView(chunk.chunk)
+    assert again.header == chunk.header
+    assert (again.header is chunk.header) == (length == 1)
 
 
 def test_ragged_samples_come_one_by_one():

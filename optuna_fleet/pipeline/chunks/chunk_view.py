@@ -18,13 +18,23 @@ from optuna_fleet.pipeline.chunks.layout import (
     Bytes,
     Column,
     Header,
+    Named,
     Texts,
     chunk_in_memory,
 )
 
+_MOST_KNOWN_BYTES = 16 << 10
+"""Of a header that is remembered: large ones have texts in them, which no budget counts."""
+
+
+def _header(packed: memoryview) -> Header:
+    small = packed.nbytes <= _MOST_KNOWN_BYTES
+    header: Header = _known_header(packed.tobytes()) if small else pickle.loads(packed)
+    return header
+
 
 @lru_cache(maxsize=16)
-def _header(packed: bytes) -> Header:
+def _known_header(packed: bytes) -> Header:
     """Most chunks of a data set have the same."""
     header: Header = pickle.loads(packed)
     return header
@@ -41,7 +51,7 @@ class ChunkView:
         self._chunk: Bytes | None = chunk
         self._found = weakref.ref(chunk)
         begin, length = HEAD.unpack_from(chunk.data)
-        self.header = _header(chunk[begin : begin + length].tobytes())
+        self.header = _header(chunk.data[begin : begin + length])
         self._rows: dict[int, torch.Tensor] = {}
         self._nbytes = begin + length
 
@@ -83,6 +93,8 @@ class ChunkView:
         """Puts one together again, but for tuples: collating makes lists of them all the same."""
         if isinstance(batch, Texts):
             return batch.values[number]
+        if isinstance(batch, Named):  # as it was: its class has seen these parts already
+            return tuple.__new__(batch.kind, [self._sample(each, number) for each in batch.parts])
         if not isinstance(batch, Column):
             return _mapped(lambda part: self._sample(part, number), batch)
         (row,) = self.rows(batch, number, number + 1)
@@ -139,8 +151,9 @@ def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
     first = batches[0]
     if type(first) is dict:
         return {key: function(*(each[key] for each in batches)) for key in first}
-    found = [*map(function, *batches)]
-    return found if type(first) is list else type(first)(*found)
+    if isinstance(first, Named):
+        return first.kind(*map(function, *(each.parts for each in batches)))
+    return [*map(function, *batches)]
 
 
 def _joined(pieces: Sequence[torch.Tensor], copies: bool) -> torch.Tensor:

@@ -67,13 +67,21 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A namedtuple of what a batch has; its class may compute, so it is called with that alone."""
+
+    kind: type[Any]
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What the pickle says.
 
     Attributes:
         num_samples: Of the chunk.
-        batch: Dicts, lists and namedtuples with `Column` and `Texts` in them; None if the samples
-            lie one after another.
+        batch: Dicts, lists and `Named` with `Column` and `Texts` in them; None if the samples lie
+            one after another.
         blobs: Then, for each sample, where its blobs begin and end: the first is its pickle, the
             others are the tensors and arrays that the pickle leaves out.
     """
@@ -92,12 +100,12 @@ class Chunk:
 
     Attributes:
         nbytes: What it takes.
-        sample_bytes: What its largest sample takes, without what it takes for all of them.
     """
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
         self._columns: list[tuple[Column, Any]] = []
+        self._texts: list[Sequence[Any]] = []
         self._blobs: list[tuple[int, bytes | memoryview]] = []
         self._end = ALIGNMENT
 
@@ -128,6 +136,14 @@ class Chunk:
             return chunk._finished(Header(len(rows[0]), batch))
         return None
 
+    @property
+    def sample_bytes(self) -> int:
+        """What its largest sample takes, without what it takes for all of them."""
+        if self._places:
+            return max(sum(stop - begin for begin, stop in blobs) for blobs in self._places)
+        texts = (sum(len(dumps(text)) for text in texts) for texts in _transposed(self._texts))
+        return sum(column.row_bytes for column, _ in self._columns) + max(texts, default=0)
+
     def write(self, room: memoryview) -> None:
         """Writes it to where there is room, from a multiple of the alignment on."""
         for column, values in self._columns:
@@ -145,9 +161,7 @@ class Chunk:
 
     def _finished(self, header: Header) -> Chunk:
         packed = dumps(header)
-        sizes = [sum(stop - begin for begin, stop in blobs) for blobs in header.blobs]
-        sizes.append(sum(column.row_bytes for column, _ in self._columns))
-        self.sample_bytes = max(sizes)
+        self._places = header.blobs
         self.nbytes = self._end + len(packed)
         self._blobs.append((self._end, packed))
         return self
@@ -173,7 +187,7 @@ class Chunk:
                 raise _UnlikeError
             return {key: self._together([each[key] for each in values]) for key in values[0]}
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return kind(*(self._together(leaves) for leaves in _transposed(values)))
+            return Named(kind, tuple([self._together(leaves) for leaves in _transposed(values)]))
         if kind is tuple or kind is list:
             if len({*map(len, values)}) > 1:
                 raise _UnlikeError
@@ -182,6 +196,7 @@ class Chunk:
 
     def _leaves(self, kind: type[Any], values: Sequence[Any]) -> Column | Texts:
         if issubclass(kind, (str, bytes)):
+            self._texts.append(values)
             return Texts(values)
         if issubclass(kind, torch.Tensor):
             return self._tensors(kind, values)
@@ -244,7 +259,7 @@ class Chunk:
 
 
 def _transposed(values: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    for number in range(len(values[0])):
+    for number in range(len(values[0]) if values else 0):
         yield tuple([each[number] for each in values])
 
 

@@ -120,18 +120,21 @@ class _Producer:
         self.told_s = time.monotonic()
         key = ChunkKey(order.name, 0, 0)
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, is_repeatable, are_rows = 0, True, False
+        header_bytes, is_repeatable, are_rows, is_bare = 0, True, False, False
+        has_failed = True
         self.samples.begin()
         try:
             first = self.samples.sample(key, 0)
             chunk = self._put_together(key, [first])
             header_bytes = max(0, chunk.nbytes - chunk.sample_bytes)
             self.kept = _Kept(key, [first])
-            nbytes = self._largest(self.kept, chunk.sample_bytes)
+            nbytes, is_whole = self._largest(self.kept, chunk.sample_bytes)
             is_repeatable = self.samples.is_repeatable(key, first)
             are_rows = self.samples.rows(key, range(1)) is not None
+            is_bare = self.samples.is_bare(order.name)
+            has_failed = not is_whole
         except Exception:
-            pass  # The size is a guess then; the order for the chunk will tell the error.
+            pass  # The size is a guess then; if need be, the order for the chunk tells the error.
         wire.send(
             self.sock,
             SampleMeasured(
@@ -140,22 +143,27 @@ class _Producer:
                 header_bytes=header_bytes,
                 is_repeatable=is_repeatable,
                 are_rows=are_rows,
+                is_bare=is_bare,
+                has_failed=has_failed,
             ),
         )
 
-    def _largest(self, kept: _Kept, nbytes: int) -> int:
-        """Makes a few more samples, which the first chunk will have; the bytes of the largest."""
+    def _largest(self, kept: _Kept, nbytes: int) -> tuple[int, bool]:
+        """Makes a few more samples, which the first chunk will have.
+
+        Returns the bytes of the largest, and whether none failed.
+        """
         most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(kept.key.name).num_samples)
         sizes = {nbytes}
         while len(kept.samples) < most and (len(kept.samples) < 3 or len(sizes) > 1):
             try:
                 sample = self.samples.sample(kept.key, len(kept.samples))
             except SampleError:
-                break  # the order for its chunk will tell
+                return max(sizes), False  # the order for its chunk will tell
             self.tell()
             sizes.add(self._put_together(kept.key, [sample]).sample_bytes)
             kept.samples.append(sample)
-        return max(sizes)
+        return max(sizes), True
 
     def _put_together(self, key: ChunkKey, samples: list[Any]) -> Chunk:
         by_user = self.spec.dataset(key.name).collate is not None

@@ -90,7 +90,7 @@ class Samples:
         """
         found: list[Any] = []
         spec, source = self._specs[key.name], self._sources()
-        comes_with_others = spec.batched and self._is_bare(spec)
+        comes_with_others = spec.batched and self.is_bare(spec.name)
         while len(found) < len(positions):
             found.append(self.sample(key, positions[len(found)]))
             if comes_with_others:
@@ -143,7 +143,7 @@ class Samples:
         draws nothing, and a sample alone takes ten times as long.
         """
         spec, source = self._spec.dataset(key.name), self._sources()
-        if spec.collate is not None or not self._is_bare(spec):
+        if spec.collate is not None or not self.is_bare(spec.name):
             return None
         places = self._places(spec, key.epoch, positions)
         try:
@@ -151,9 +151,9 @@ class Samples:
         except Exception:
             return None  # one by one, to see whose fault it is
 
-    def _is_bare(self, spec: DatasetSpec) -> bool:
-        """Whether samples are what the data set gives."""
-        stages = self._sources().stages[spec.name]
+    def is_bare(self, name: str) -> bool:
+        """Returns whether samples are what the data set gives."""
+        spec, stages = self._specs[name], self._sources().stages[name]
         return not stages.in_parts and (stages.finish is None or spec.finish is not None)
 
     def lent(self) -> AbstractContextManager[None]:

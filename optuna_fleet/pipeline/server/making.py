@@ -127,7 +127,7 @@ class Making:
         self._unfetched: set[ChunkKey] = set()  # that did not come
         self._unmeasured: set[str] = set()
         self._measuring: set[str] = set()
-        self._deaths: Counter[str] = Counter()  # over measuring
+        self._failures: Counter[str] = Counter()  # of measuring
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
         self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
         self._judged = self.counts.use
@@ -331,14 +331,17 @@ class Making:
 
     def _measured(self, message: SampleMeasured) -> None:
         name, dataset = message.name, self._setup.spec.dataset(message.name)
+        self._measuring.discard(name)
+        if message.has_failed and self._measures_again(name):
+            return
         if not message.is_repeatable:
             self.notices.unseeded(name)
-        self._measuring.discard(name)
         size = choose_chunk_size(
             dataset,
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
             are_rows=message.are_rows,
+            is_bare=message.is_bare,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
@@ -372,19 +375,20 @@ class Making:
     def _lost(self, work: Work | None) -> None:
         match work:
             case MeasureSample(name=name):
-                self._measuring_lost(name)
-            case ProduceChunk(key=key, source=None):
-                self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
-            case ProduceChunk(key=key):
+                guess = limits.guess_sample_bytes(self.chunk_bytes)
+                lost = SampleMeasured(
+                    name=name, sample_bytes=guess, header_bytes=0, has_failed=True
+                )
+                self._measured(lost)
+            case ProduceChunk(key=key) if key in self._fetched:
                 self._not_fetched(key)
+            case ProduceChunk(key=key):
+                self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
         self._on_idle()
 
-    def _measuring_lost(self, name: str) -> None:
-        self._deaths[name] += 1
-        if self._deaths[name] < MAX_DEATHS:
-            self._measuring.discard(name)
+    def _measures_again(self, name: str) -> bool:
+        """Measuring failed: it is repeated, but not for ever; then readers hear of the failure."""
+        self._failures[name] += 1
+        if is_tried := self._failures[name] < MAX_DEATHS:
             self._unmeasured.add(name)
-            return
-        # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
-        guess = limits.guess_sample_bytes(self.chunk_bytes)
-        self._measured(SampleMeasured(name=name, sample_bytes=guess, header_bytes=0))
+        return is_tried

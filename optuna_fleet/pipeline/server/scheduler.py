@@ -1,9 +1,9 @@
-"""Who reads which block, what to make next, what to drop. Pure: events in, orders and news out.
+"""Who reads which chunk, what to make next, what to drop. Pure: events in, orders and news out.
 
-Each block of an epoch has a status, each pass through an epoch a cursor: the first block that it
+Each chunk of an epoch has a status, each pass through an epoch a cursor: the first chunk that it
 still needs. What is to be made is found from the cursors onwards, what is to be dropped from the
-far end towards them. Blocks lie in a `Space`, whose budget can't be exceeded. What passes hold is
-never dropped, so where room is short they are asked to copy what they need and to give the blocks
+far end towards them. Chunks lie in a `Space`, whose budget can't be exceeded. What passes hold is
+never dropped, so where room is short they are asked to copy what they need and to give the chunks
 back: nobody waits while holding something.
 """
 

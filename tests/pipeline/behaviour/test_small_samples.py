@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_harness import serving
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.exceptions import PreprocessingError
@@ -26,6 +26,26 @@ TENSORS = {
     "sparse": (torch.eye(N).to_sparse(), NUMBERS),
     "subclass": (torch.nn.Parameter(NUMBERS.clone()),),
 }
+
+
+class Texts(Dataset[Any]):
+    """Few numbers, and a text that takes more than they do."""
+
+    def __len__(self) -> int:
+        return 40_000
+
+    def __getitem__(self, index: int) -> Any:
+        return {"ids": torch.arange(16) + index, "text": f"{index} " + "x" * 4000}
+
+    def __getitems__(self, wanted: list[int]) -> list[Any]:
+        return [self[index] for index in wanted]
+
+
+def test_texts_count_where_chunks_are_cut() -> None:
+    with serving(SharedPipeline(val=Texts(), batched=True), memory_bytes=4 << 20) as agent:
+        batch = next(iter(agent.client().read("val", epoch=0, batch_size=4)))
+    assert batch.data["ids"][:, 0].tolist() == [0, 1, 2, 3]
+    assert [text.split()[0] for text in batch.data["text"]] == ["0", "1", "2", "3"]
 
 
 def read(client: Any, epoch: int, batch_size: int) -> list[Any]:
