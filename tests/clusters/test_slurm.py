@@ -98,6 +98,20 @@ def test_an_answer_that_can_not_be_read_ends_the_call(monkeypatch) -> None:
         hub.wait_for(lambda: False)
 
 
+def test_a_terminal_that_blocks_holds_up_no_turn(tmp_path, monkeypatch) -> None:
+    srun, (ours, theirs) = tmp_path / "srun", os.pipe()
+    srun.write_text("#!/bin/sh\nhead -c 100000 /dev/zero | tr '\\0' x >&2; echo >&2; exit 1\n")
+    srun.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(cluster, "ask_allocation", mock.Mock(side_effect=LaunchError("no")))
+    with open(ours, "rb") as read, open(theirs, "w") as blocks:
+        monkeypatch.setattr("sys.__stderr__", blocks)
+        with hub_of("7") as hub:
+            hub.wait_for(lambda: hub.gone() == ["node1"])
+            assert len(read.read(100001)) == 100001
+
+
 def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
     array = slurm.submit("sleep 1000", "--array=0-3", "--exclusive")
     slurm.wait_for(lambda: list(slurm.queue().values()) == ["RUNNING"] * 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -31,6 +30,7 @@ from optuna_fleet.executor.cluster.slurm.commands import (
     refusal,
     without_options,
 )
+from optuna_fleet.executor.cluster.slurm.printing import Printer
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import cause_of_death, outlet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -44,6 +44,7 @@ _LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials
 _END_LIMIT_S = 5.0
 _KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
+_LISTEN_AGAIN_S = 0.1
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
 _TASK_ENDED = re.compile(r"srun: error: \S+: task \S+: ")  # how, is told of the agent
 _GONE = (
@@ -148,6 +149,7 @@ class SlurmEngine(Engine):
         self._running: set[_Node] = set()
         self._handlers: dict[int, Any] = {}
         self._is_closed = True
+        self._printer: Printer | None = None
 
     def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
@@ -167,6 +169,7 @@ class SlurmEngine(Engine):
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._handlers[number] = signal.signal(number, self._signalled)
+        self._printer = Printer()
         self._look()
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
@@ -214,6 +217,8 @@ class SlurmEngine(Engine):
                     self._take(node, said)
         while self._running:
             self._running.pop().srun.wait()  # type: ignore[union-attr] # it is killed
+        if self._printer is not None:
+            self._printer.close()
 
     # -- in a turn of the inbox, but `_look` ------------------------------------------------------
 
@@ -286,10 +291,18 @@ class SlurmEngine(Engine):
         self._running.add(node)
         assert srun.stderr is not None
         number = srun.stderr.fileno()
-        self._inbox.watch(number, select.EPOLLIN, lambda events: self._hear(node, number))
+        self._listen(node, number)
+
+    def _listen(self, node: _Node, number: int) -> None:
+        if not self._is_closed:
+            self._inbox.watch(number, select.EPOLLIN, lambda events: self._hear(node, number))
 
     def _hear(self, node: _Node, number: int) -> None:
         """An agent or its srun has said something, or ended."""
+        if self._printer is not None and self._printer.is_full and not self._is_closed:
+            self._inbox.unwatch(number)  # it waits for the terminal, as if it had that itself
+            self._inbox.call_later(_LISTEN_AGAIN_S, self._listen, node, number)
+            return
         if not self._is_closed and (said := os.read(number, 1 << 16)):
             self._take(node, said)
             return
@@ -306,8 +319,8 @@ class SlurmEngine(Engine):
                 continue
             line = line.rstrip() + "\n"
             node.said = "".join([*node.said.splitlines(keepends=True)[1 - _LAST_LINES :], line])
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                print(line, end="", file=sys.__stderr__, flush=True)
+            if self._printer is not None:
+                self._printer.put(line)
 
     def _ended(self, node: _Node) -> None:
         """Have another agent started, now or later, or tell that there is none any more."""
