@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from optuna_fleet.exceptions import LaunchError
 
+_LONGEST_S = 1e6  # that epoll can wait, about
 _AWAY_S = 0.1
 _LEISURE_S = 0.1
 
@@ -179,7 +180,7 @@ class Inbox:
         until = now if self._has_news() else min([deadline, *(due for due, *_ in firsts)])
         self.has_due = self.is_taken and bool(self._events) and self._events[0][0] <= now
         try:
-            wait_s = None if until == math.inf else max(0.0, until - now)
+            wait_s = max(0.0, min(until - now, _LONGEST_S))
             ready = self._poll.poll(wait_s, len(self._handlers))
         finally:
             self._is_waiting = False
