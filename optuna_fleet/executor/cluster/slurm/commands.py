@@ -154,6 +154,7 @@ def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = N
             env=variables,
             capture_output=True,
             text=True,
+            errors="replace",  # a job's comment may be anything
             timeout=_LIMIT_S,
             start_new_session=True,  # a Ctrl-C is for the driver
         )
