@@ -44,8 +44,7 @@ def pytest_xdist_setupnodes() -> None:
     workers.fork_them()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
+def pytest_unconfigure() -> None:  # after the summary, which an error here would hide
     if "PYTEST_XDIST_WORKER" not in os.environ:
         workers.end_them()
 
