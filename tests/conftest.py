@@ -44,11 +44,6 @@ def pytest_xdist_setupnodes() -> None:
     workers.fork_them()
 
 
-def pytest_unconfigure() -> None:  # after the summary, which an error here would hide
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        workers.end_them()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mix the files: in whole folders tests mostly wait, and all workers would at a time."""
     items.sort(key=lambda item: zlib.crc32(item.path.name.encode()))
@@ -62,6 +57,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or libraries complain of what they find in the end
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # after the summary, which an error would hide
+        workers.end_them()
 
 
 @pytest.fixture(scope="session", autouse=True)
