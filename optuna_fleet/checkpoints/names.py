@@ -67,9 +67,11 @@ def superfluous(found: Iterable[FileName], newest: FileName) -> set[FileName]:
     """What of a trial is not needed now that `newest` is its checkpoint.
 
     Needed are that and the one before it, should it be damaged; of each the best until then; and
-    what its run has written since. What other runs wrote is void: they are over.
+    what its run has written since, or a later run, which went on with it before it was told of.
+    What other runs wrote is void: they are over.
     """
-    mine = {name for name in found if name.trial == newest.trial and name.run}
+    of_trial = (name for name in found if name.trial == newest.trial and name.run)
+    mine = {name for name in of_trial if not _is_later(name.run, newest.run)}
     kept = set(resumable(mine, newest)[:2])
     bests = newest_first(name for name in mine if name.kind == "best")
     for one in tuple(kept):
@@ -79,3 +81,9 @@ def superfluous(found: Iterable[FileName], newest: FileName) -> set[FileName]:
         for name in mine - kept
         if name.run != newest.run or () < name.position <= newest.position
     }
+
+
+def _is_later(run: str, other: str) -> bool:
+    """Whether the same driver began it after the other one."""
+    (driver, number), (of, than) = (name.split("-") for name in (run, other))
+    return driver == of and int(number) > int(than)
