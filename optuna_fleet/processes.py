@@ -191,7 +191,8 @@ class ModuleProcess:
     def kill(self) -> None:
         """End it now, with all that it started in its session."""
         if self.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another thread heard of its end
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._let_go()
 

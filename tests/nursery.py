@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,6 +246,7 @@ class Forked:
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self._status = status
         self.pid = self._read()
 
@@ -258,17 +260,26 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self._status.settimeout(timeout)
-            try:
-                self.returncode = self._read()
-            except (BlockingIOError, TimeoutError):
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
-            self._status.shutdown(socket.SHUT_WR)  # only now may its pid become another's
-            self._status.settimeout(None)
-            self._status.recv(1)  # the end: it is reaped
-            self._status.close()
-        return self.returncode
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        try:  # any thread may ask
+            if self.returncode is None:
+                self.returncode = self._end(timeout)
+            return self.returncode
+        finally:
+            self._lock.release()
+
+    def _end(self, timeout: float | None) -> int:
+        self._status.settimeout(timeout)
+        try:
+            code = self._read()
+        except (BlockingIOError, TimeoutError):
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+        self._status.shutdown(socket.SHUT_WR)  # only now may its pid become another's
+        self._status.settimeout(None)
+        self._status.recv(1)  # the end: it is reaped
+        self._status.close()
+        return code
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

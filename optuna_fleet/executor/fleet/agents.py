@@ -330,8 +330,8 @@ class Agents:
         """End all agents."""
         for node in self.nodes:
             self.tell(node.agent, Quit())
-        for name in self._engine.expected():
-            if self.nodes.named(name) is None:
-                self._engine.end(name)  # it is still starting, and would meet with no one
-        self._connections.close()
+        starting = [name for name in self._engine.expected() if self.nodes.named(name) is None]
+        self._connections.close()  # from now on no end is heard of, and nothing starts again
+        for name in starting:
+            self._engine.end(name)  # it would meet with no one
         self._engine.close()
