@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 Span = tuple[float, float]
+Cells = tuple[str, str, str, str, str]
+"""Of a row, as in `TITLES`."""
 TITLES = ("where", "what", "paper", "here", "verdict")
 
 
@@ -60,7 +62,7 @@ class Row:
         off = self.tolerance * abs(self.paper)
         return self.paper - off, self.paper + off
 
-    def cells(self, reasons: Sequence[str]) -> tuple[str, ...]:
+    def cells(self, reasons: Sequence[str]) -> Cells:
         """The row as texts, as in `TITLES`; of its reason the number among all of them."""
         ours = "" if self.ours is None else _number(self.ours, self.unit)
         told = self.verdict.value
@@ -114,14 +116,74 @@ class Table:
 
 
 def as_markdown(table: Table) -> str:
-    """For a page of the documentation."""
+    """For a page of the documentation: rows of one kind are one line."""
     reasons = _reasons(table)
     lines = [f"### {table.title}", ""]
     if table.note:
         lines += [table.note, ""]
     lines += [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
-    lines += [f"| {' | '.join(row.cells(reasons))} |" for row in table.rows]
+    kinds = by_kind(row.cells(reasons) for row in table.rows)
+    lines += [f"| {' | '.join(line)} |" for line in kinds]
     return "\n".join([*lines, "", *_numbered(reasons)]).rstrip() + "\n"
+
+
+def by_kind(rows: Iterable[Cells]) -> list[Cells]:
+    """Rows of one place whose texts differ in one or two words beside each other become one."""
+    kinds: list[list[Cells]] = []
+    for row in rows:
+        for kind in kinds:
+            if _is_of(row, kind):
+                kind.append(row)
+                break
+        else:
+            kinds.append([row])
+    return [_merged(kind) if len(kind) > 1 else kind[0] for kind in kinds]
+
+
+def _is_of(row: Cells, kind: Sequence[Cells]) -> bool:
+    place, what, _, ours, _ = kind[0]
+    if (row[0], bool(row[3])) != (place, bool(ours)):
+        return False
+    slot = _slot(what, row[1])
+    return slot is not None and all(_slot(what, other[1]) == slot for other in kind[1:])
+
+
+def _slot(text: str, other: str) -> slice | None:
+    """Where two texts differ, if that is one or two words beside each other."""
+    words, others = text.split(), other.split()
+    unlike = [k for k, pair in enumerate(zip(words, others, strict=False)) if len(set(pair)) > 1]
+    if len(words) != len(others) or not unlike or unlike[-1] - unlike[0] > 1:
+        return None
+    return slice(unlike[0], unlike[-1] + 1)
+
+
+def _merged(rows: Sequence[Cells]) -> Cells:
+    places, texts, papers, ours, verdicts = zip(*rows, strict=True)
+    slot = _slot(*texts[:2])
+    assert slot is not None
+    unlike = [" ".join(text.split()[slot]) for text in texts]
+    (end,) = ends if len(ends := {text[-1] for text in unlike} & {",", ":"}) == 1 else ("",)
+    told = ", ".join(text.removesuffix(end) for text in unlike) + end
+    words = texts[0].split()
+    what = " ".join([*words[: slot.start], told, *words[slot.stop :]])
+    if len(set(verdicts)) == 1:
+        return places[0], what, _joined(papers), _joined(ours), verdicts[0]
+    marks = [verdict[verdict.find(" (") :] if " (" in verdict else "" for verdict in verdicts]
+    good = [verdict for verdict in verdicts if verdict.startswith(Verdict.REPRODUCED.value)]
+    tolerance = max(good, key=len, default="").partition(",")[2]
+    verdict = "reproduced" if len(good) == len(rows) else f"{len(good)} of {len(rows)} reproduced"
+    verdict += f",{tolerance}" if tolerance else ""
+    return places[0], what, _joined(papers), _joined(ours, marks), verdict
+
+
+def _joined(values: Sequence[str], marks: Sequence[str] = ()) -> str:
+    """Each with its mark, and the unit once."""
+    if len(set(values)) == 1 and not any(marks):
+        return values[0]
+    units = {value.rpartition(" ")[2] for value in values}
+    unit = f" {units.pop()}" if len(units) == 1 else ""
+    bare = [value.removesuffix(unit) for value in values]
+    return "; ".join(map("".join, zip(bare, marks or [""] * len(bare), strict=True))) + unit
 
 
 def as_text(table: Table) -> str:

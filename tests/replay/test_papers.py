@@ -94,14 +94,18 @@ def made_up(folder: Path) -> Path:
 
 def places_on_the_page(title: str) -> list[str]:
     _, _, section = (DOCS / "papers.md").read_text().partition(f"### {title}\n")
-    lines = section.partition("\n#")[0].splitlines()
+    return places(section.partition("\n#")[0])
+
+
+def places(markdown: str) -> list[str]:
+    lines = markdown.splitlines()
     return [line.split(" | ")[0][2:] for line in lines if line.startswith("| ")][1:]
 
 
 def test_bftrainers_tables_are_made_from_a_trace(tmp_path: Path) -> None:
     tables = list(bftrainer.tables(quick=False, folder=made_up(tmp_path)))
     for table in tables:
-        assert [row.place for row in table.rows] == places_on_the_page(table.title), table.title
+        assert places(as_markdown(table)) == places_on_the_page(table.title), table.title
     rows = [row for table in tables for row in table.rows]
     assert {row.place for row in rows if row.ours is None} == {"Table 1"}  # other machines' logs
     assert not [row.what for row in rows if not math.isfinite(row.ours or 0)]
@@ -145,6 +149,21 @@ def test_the_verdict_follows_from_the_numbers(paper, ours, verdict) -> None:
     told = as_markdown(Table(title="Table 1", rows=(row,)))
     assert verdict.value in told
     assert ("1. because" in told) is (verdict is not Verdict.REPRODUCED)
+
+
+def test_rows_of_a_kind_are_one_line() -> None:
+    rows = tuple(
+        Row(place="Fig. 5", what=f"it, {m} GPUs", paper=2.0, ours=ours, unit="x", why="because")
+        for m, ours in ((20, 2.1), (40, 1.0), (60, 2.0))
+    )
+    other = Row(place="Fig. 6", what="it, 80 GPUs", paper=2.0, ours=2.0, unit="x")
+    assert as_markdown(Table(title="Figure 5", rows=(*rows, other))).splitlines()[4:] == [
+        "| Fig. 5 | it, 20, 40, 60 GPUs | 2.00 x | 2.10; 1.00 (1); 2.00 x "
+        "| 2 of 3 reproduced, +- 10% |",
+        "| Fig. 6 | it, 80 GPUs | 2.00 x | 2.00 x | reproduced, +- 10% |",
+        "",
+        "1. because",
+    ]
 
 
 def test_the_command_prints_a_paper(
