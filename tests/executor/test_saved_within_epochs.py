@@ -130,6 +130,8 @@ def trains(
             trial.totals["samples"] += trial.shard_size
             losses.append(trial.mean(loss.item(), weight=trial.shard_size))
             trial.should_prune()  # when it has answered twice, the driver has asked for a step
+            if kills:  # on a busy machine the first checkpoint would else be the only one for long
+                until(lambda: not is_writing())
             happens(moment="end")
             if step in moves_at:
                 ask_to_move(trial, wait=waits)
