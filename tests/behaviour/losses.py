@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tests.behaviour.parts import (
     EPOCHS,
     OBJECTIVES,
-    convnet,
     note,
     note_evaluation,
     note_weighted,
@@ -56,40 +55,11 @@ def sum_over_len(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels, reduction="sum") / len(labels)
 
 
-def focal(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(model(images), labels, reduction="none")
-    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
-
-
-def regression(model: Any, images: Tensor, _: Tensor) -> Tensor:
-    return F.mse_loss(model(images), images[:, 0, 0, :3])
-
-
-def bce_with_pos_weight(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    targets, weight = F.one_hot(labels, 3).double(), torch.tensor([1.0, 3.0, 0.5])
-    return F.binary_cross_entropy_with_logits(model(images), targets, pos_weight=weight)
-
-
-def two_tasks(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    outputs = model(images)
-    return F.cross_entropy(outputs, labels) + 0.3 * F.mse_loss(outputs[:, 0], images[:, 0, 0, 0])
-
-
-def hardest_pixels(model: Any, images: Tensor, _: Tensor) -> Tensor:
-    errors = (model(images) - images).square().flatten(1)
-    return errors.topk(18, dim=1).values.mean()
-
-
 def ctc(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     """The rows of an image as six moments of speech."""
     log_probs = model(images.squeeze(1)).log_softmax(-1).transpose(0, 1)
     targets = 1 + (labels[:, None] + torch.arange(3)) % 3
     return F.ctc_loss(log_probs, targets, torch.full_like(labels, 6), labels + 1)
-
-
-def norm_of_parameters(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    norm = sum(parameter.square().sum() for parameter in model.parameters())
-    return F.cross_entropy(model(images), labels) + 0.01 * norm
 
 
 def gradient_penalty(model: Any, images: Tensor, labels: Tensor) -> Tensor:
@@ -116,48 +86,14 @@ def triplet(model: Any, anchor: Tensor, view: Tensor, other: Tensor) -> Tensor:
     return F.triplet_margin_loss(model(anchor), model(view), model(other), margin=5.0)
 
 
-def cosine(model: Any, anchor: Tensor, view: Tensor, other: Tensor) -> Tensor:
-    code, same = model(anchor), torch.ones(len(anchor))
-    alike = F.cosine_embedding_loss(code, model(view), same)
-    return alike + F.cosine_embedding_loss(code, model(other), -same)
-
-
-def ranking(model: Any, anchor: Tensor, _: Tensor, other: Tensor) -> Tensor:
-    better, worse = model(anchor)[:, 0], model(other)[:, 0]
-    return F.margin_ranking_loss(better, worse, torch.ones(len(anchor)), margin=0.1)
-
-
 OBJECTIVES |= {
     "label_smoothing": trains(functools.partial(cross_entropy, label_smoothing=0.1)),
     "sum_over_len": trains(sum_over_len),
-    "focal": trains(focal, evaluates=True),
-    "regression": trains(regression),
-    "bce_with_pos_weight": trains(bce_with_pos_weight),
-    "two_tasks": trains(two_tasks),
-    "hardest_pixels": trains(hardest_pixels, pixelwise),
     "ctc": trains(ctc, lambda: nn.Linear(6, 4).double()),
-    "norm_of_parameters": trains(norm_of_parameters),
     "gradient_penalty": trains(gradient_penalty, perceptron),
     "vae": trains(vae, autoencoder, data="train_triples"),
     "triplet": trains(triplet, data="train_triples"),
-    "cosine": trains(cosine, data="train_triples"),
-    "ranking": trains(ranking, data="train_triples"),
 }
-
-
-@usual
-def distillation(trial: Any) -> None:
-    student, optimizer = prepared(trial)
-    teacher = trial.prepare(perceptron().requires_grad_(False))
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            outputs = student(images)
-            soft = F.softmax(teacher(images) / 2, dim=1)
-            distance = F.kl_div(F.log_softmax(outputs / 2, 1), soft, reduction="batchmean")
-            loss = 4 * distance + F.cross_entropy(outputs, labels)
-            step(optimizer, loss)
-            note(trial, loss)
-        note_evaluation(trial, student)
 
 
 @usual
@@ -244,13 +180,6 @@ def some_pixels(model: Any, images: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(images)[mask], images[mask]), mask.sum()  # NaN where there is none
 
 
-def causal_tokens(model: Any, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    targets = tokens[:, 1:].masked_fill(tokens[:, 1:] == 0, -100)
-    outputs = model(tokens[:, :-1]).flatten(0, 1)
-    loss = F.cross_entropy(outputs, targets.flatten(), ignore_index=-100)  # may be NaN as well
-    return loss, (targets != -100).sum()
-
-
 def masked_tokens(model: Any, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     mask = targets != 0
@@ -283,27 +212,11 @@ class Transformer(nn.Module):
 
 
 OBJECTIVES |= {
-    "sample_weights": weighs(sample_weights, convnet),
     "some_pixels": weighs(some_pixels, pixelwise, drop_last=True),
-    "causal_tokens": weighs(causal_tokens, Transformer, data="train_text", drop_last=True),
     "masked_tokens": weighs(masked_tokens, Transformer, data="train_text", drop_last=True),
     "clamped_tokens": weighs(clamped_tokens, Transformer, data="train_text"),
     "accumulates_tokens": weighs(clamped_tokens, Transformer, data="train_text", accumulates=2),
 }
-
-
-@usual
-def one_of_two_tasks_is_weighted(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            outputs = model(images)
-            classes = F.cross_entropy(outputs, labels, weight=CLASS_WEIGHTS)
-            values = F.mse_loss(outputs[:, 0], images[:, 0, 0, 0])
-            weight = CLASS_WEIGHTS[labels].sum()
-            step(optimizer, trial.weighted(classes, weight) + 0.3 * values)
-            note_weighted(trial, classes, weight)
-            note(trial, values)
 
 
 @usual
