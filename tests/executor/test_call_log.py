@@ -88,22 +88,6 @@ def test_it_knows_how_fast_a_trial_is() -> None:
     assert clocked.note(0, after_s=5).runs[0].samples_per_s == 200.0
 
 
-def test_a_trial_that_moved_is_as_far_as_it_was_and_as_fast_as_a_whole_epoch_tells() -> None:
-    clocked = Clocked()
-    clocked.launched(0, 0)
-    clocked.defined(1000, 7)
-    clocked.epoch_ended(3)
-    clocked.launched(0, 0, 1)
-    clocked.defined(1000, 7)
-    (run,) = clocked.note(0).runs
-    assert (run.epochs_done, run.max_epochs, run.samples_per_s) == (3, 7, None)
-    clocked.now += 1
-    clocked.epoch_ended(4)  # it may have begun in the midst of it
-    assert clocked.note(0, after_s=10).runs[0].samples_per_s is None
-    clocked.epoch_ended(5)
-    assert clocked.note(0, after_s=20).runs[0].samples_per_s == 100.0
-
-
 def test_signs_of_life_become_rarer_but_a_launch_is_told_of_soon() -> None:
     clocked = Clocked()
     clocked.note()
@@ -115,15 +99,6 @@ def test_signs_of_life_become_rarer_but_a_launch_is_told_of_soon() -> None:
     assert clocked.log.left_s == 15
     clocked.launched(0, 0)
     assert clocked.log.left_s == 2
-
-
-def test_what_is_costly_is_done_seldom() -> None:
-    clocked = Clocked(cost_s=0.5)
-    clocked.note()
-    assert clocked.log.left_s == 100.5 + 50 - clocked.now
-    clocked.launched(0, 0)
-    assert clocked.log.left_s == 100.5 + 50 - clocked.now
-    assert clocked.note(after_s=50.0).every_s == 50.0
 
 
 # -- a fleet --------------------------------------------------------------------------------------

@@ -43,18 +43,6 @@ def summary_of(used: PipelineStats | None) -> FleetSummary:
     return tally.summary(devices, 1.0, trials={}, left_out={}, pipeline=used)
 
 
-def test_a_span_is_what_came_since_the_last_one() -> None:
-    spans: list[PipelineSpan] = []
-    log = PipelineLog(spans.append, stats(100.0), began=1000.0)
-    log.note(stats(101.0), 1001.0)  # too early
-    log.note(stats(104.0), 1004.0)
-    log.finish(stats(104.5), 1005.0)
-    assert [(s.start, s.end) for s in spans] == [(1000.0, 1004.0), (1004.0, 1005.0)]
-    for span in spans:
-        assert (span.num_preprocessors, span.busy, span.blocked) == (2.0, 0.5, 0.125)
-        assert (span.stalled, span.queue) == (0.25, 0.75)
-
-
 @pytest.mark.parametrize(("hours", "most"), [(0.01, 32), (10, 450), (100, 650)])
 def test_long_sweeps_have_few_spans(hours: float, most: int) -> None:
     spans: list[PipelineSpan] = []

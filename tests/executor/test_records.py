@@ -45,8 +45,7 @@ def test_flights_and_decisions_are_recorded(log: Any) -> None:
     assert repr(fleet.summary).split("\n  ") == lines[-1].removesuffix(".").split("; ")
 
 
-@pytest.mark.parametrize("multi_index", [False, True])
-def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path, multi_index: bool) -> None:
+def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path) -> None:
     def objective(trial: optuna.Trial) -> float:
         trial.set_user_attr("mine", 1)
         if trial.number == 1:
@@ -54,7 +53,7 @@ def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path, multi_index: b
         return trial.suggest_float("x", 0, 1)
 
     def columns_of(study: optuna.Study, **attrs: Any) -> set[str]:
-        frame = study.trials_dataframe(multi_index=multi_index, **attrs)
+        frame = study.trials_dataframe(multi_index=False, **attrs)
         return {name if isinstance(name, str) else "_".join(filter(None, name)) for name in frame}
 
     studies = [optuna.create_study() for _ in range(2)]

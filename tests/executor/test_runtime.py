@@ -6,14 +6,12 @@ import errno
 import io
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,15 +24,12 @@ from optuna_fleet.events import (
     DeviceJoined,
     DeviceLeaving,
     DeviceLost,
-    Ending,
     Launch,
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.config import (
-    AgentOptions,
     NodeSetups,
     machine,
     pipeline_setup,
@@ -52,9 +47,7 @@ from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.main import trainer_main
-from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import Ended, TrainerReady
+from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     KillTrainer,
@@ -62,7 +55,6 @@ from optuna_fleet.wire.node_messages import (
     PipelineReport,
     ProcessId,
     Refused,
-    SignOfLife,
     StoreLost,
     StoreReady,
     TrainerExited,
@@ -71,7 +63,6 @@ from optuna_fleet.wire.node_messages import (
 from tests.leftovers import children
 
 KILLED = -9
-DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in range(4)}
 
 
 class FakeEngine:
@@ -367,11 +358,6 @@ def test_a_node_keeps_its_name_until_it_is_lost(
     runtime.close()
 
 
-def test_what_a_call_sets_itself_comes_back_to_it(runtime: Runtime) -> None:
-    runtime.inbox.later(2.0, deadline := object())
-    assert (wait(runtime, 1), wait(runtime, 1)) == ([], [deadline])
-
-
 def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
     runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,20 +370,6 @@ def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
     states[0] = "it is stopped"
     wait(runtime, 2)
     assert "end here" in engine.done
-
-
-def test_nobody_looks_after_a_device_that_is_left_out_once_its_trainer_has_ended(
-    runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(faults, "state_in_words", lambda pid: "it is stopped")
-    trainer_ready(runtime, pid=7)
-    failed = {"run_id": 0, "rank": 0, "device": 0, "time_s": 0.0, "ending": Ending.RAISED}
-    for is_last in (False, False, True):
-        runtime.rank_ended(Ended(**failed, is_last=is_last, has_device_failed=True))
-    assert runtime.faults.left_out == {0}
-    assert trainer_exited(runtime, pid=7) == []
-    wait(runtime, 12)
-    assert "end here" not in engine.done
 
 
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
@@ -414,19 +386,6 @@ def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     assert runtime.reports.total.resident_bytes == 5
     assert runtime.reports.total.peak_bytes == 7  # of a node, not of what there was never at once
     assert len(runtime.reports.last) == 1
-
-
-def test_a_driver_may_give_signs_of_life_before_it_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said = [SignOfLife(), SignOfLife(), Refused(problem="not you")]
-    channel = SimpleNamespace(send=lambda message: None, receive=lambda: said.pop(0))
-    monkeypatch.setattr(entry, "connect", lambda invitation: channel)
-    monkeypatch.setattr(entry, "local_address", lambda channel: "127.0.0.1")
-    invitation = Invitation(addresses=(), credentials=b"")
-    options = AgentOptions(invitation=invitation, node="here", devices=1, device_type="cpu")
-    with pytest.raises(FleetConfigError, match="not you"):
-        entry.run_agent(options)
 
 
 def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
@@ -597,45 +556,6 @@ def launch(number: int, *devices: int) -> Launch:
     return Launch(
         run_id=number, number=number, devices=devices, probe=False, measure=False, round=1
     )
-
-
-def test_an_agent_that_is_still_starting_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    for has_joined in (False, True):
-        runtime = new_runtime(engine, tmp_path)
-        if has_joined:
-            join(runtime, "1st")
-        runtime.close()
-    assert engine.done == ["open", "end here", "close", "open", "close"]
-
-
-def test_no_temporary_folder_stays_if_no_agent_can_be_placed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    refuse = mock.Mock(side_effect=LaunchError("no more processes"))
-    monkeypatch.setattr(engine, "open", refuse)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(LaunchError, match="no more processes"):
-        new_runtime(engine, None)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        device = Device(index=0, node=0, kind="cpu")
-        trainer_main(
-            device,
-            agent="agent",
-            invitation=Invitation(addresses=(("127.0.0.1", port),), credentials=b""),
-            data=theirs,
-            spec=None,
-            num_threads=1,
-        )
 
 
 # -- the pipeline ---------------------------------------------------------------------------------

@@ -8,15 +8,13 @@ import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import optuna
 import pytest
 import torch
 
-from optuna_fleet.settings import Adoption, Settings, settings_here
-from optuna_fleet.trainer.objective import LoadedObjective
+from optuna_fleet.settings import Adoption, settings_here
 from tests.fleets import Leg
 
 
@@ -103,20 +101,6 @@ def everything_set() -> Iterator[None]:
         here.adopt_torch(before)
         torch.set_num_threads(before.num_threads or 1)
         logging.getLogger("a.b").setLevel(logging.NOTSET)
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, 3), (2, 2), (8, 3)])
-def test_a_script_may_choose_fewer_threads_than_a_slot_has(
-    chosen: int | None, expected: int
-) -> None:
-    before = torch.get_num_threads()
-    objective = LoadedObjective(3, has_gpu=False, resolve=mock.Mock())
-    objective._settings = Settings(num_threads=chosen)
-    try:
-        objective.adopt_torch()
-        assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_filter_that_can_not_travel_is_left_behind() -> None:
