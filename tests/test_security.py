@@ -335,11 +335,6 @@ def as_other_user(script: str, *arguments: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_what_holds_the_credentials_does_not_show_them() -> None:
-    (field,) = (each for each in dataclasses.fields(Invitation) if each.name == "credentials")
-    assert not field.repr
-
-
 def test_nothing_of_torch_unpickles_what_a_peer_sent() -> None:
     """Peers of its process groups prove nothing; so only tensors come from them."""
     root = Path(optuna_fleet.__file__).parent

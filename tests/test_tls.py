@@ -133,7 +133,7 @@ def flip_at(direction: int, place: int, bits: int) -> Change:
     return change
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_handshake_that_is_cut_off_ends_on_both_sides(data: st.DataObject) -> None:
     direction = data.draw(st.sampled_from([TO_SERVER, TO_CLIENT]))
@@ -160,7 +160,7 @@ def heard_through(welcomed: Welcomed, change: Change) -> list[Any]:
     return heard
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(place=st.integers(0, 1000), bits=st.integers(1, 255))
 def test_what_is_altered_is_never_heard(place: int, bits: int) -> None:
     """Neither in the handshake nor after it; what came before it is."""
@@ -170,7 +170,7 @@ def test_what_is_altered_is_never_heard(place: int, bits: int) -> None:
     welcomed.close()
 
 
-@pytest.mark.parametrize("place", range(5, 150, 7))
+@pytest.mark.parametrize("place", [5, 40, 145])
 def test_a_record_that_was_altered_cuts_the_connection(place: int) -> None:
     """Counted from the first byte of the second message."""
     welcomed = Welcomed()

@@ -135,23 +135,6 @@ def test_the_summary_counts_trials_as_the_study_has_them(
     assert fleet.summary.trials == Counter(state.name.lower() for state in states(study))
 
 
-def test_callbacks_may_enqueue(fleet: Any) -> None:
-    study = optuna.create_study()
-
-    def more(study: optuna.Study, trial: FrozenTrial) -> None:
-        if trial.number == 0:
-            study.enqueue_trial({"x": 7.0})
-
-    study.optimize(after_the_first, n_trials=12, callbacks=[more], executor=fleet)
-    assert len(study.trials) == 12
-    assert any(trial.params == {"x": 7.0} for trial in study.trials)
-
-
-def after_the_first(trial: Any) -> float:
-    until(lambda: trial.number == 0 or trial.study.trials[0].state.is_finished())
-    return quadratic(trial)
-
-
 def nested(trial: Any) -> float:
     trial.study.optimize(quadratic, n_trials=1)
     return 0.0
@@ -209,7 +192,7 @@ def use_everything(trial: Any) -> float:
     return x + n
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "journal", "memory"])
+@pytest.mark.parametrize("kind", ["sqlite", "memory"])
 def test_what_objectives_say_is_stored_exactly(
     fleet: Any, storages: dict[str, Any], kind: str
 ) -> None:
@@ -745,18 +728,6 @@ def test_the_study_in_an_objective_is_the_drivers(fleet: Any, tmp_path: Path) ->
     study.optimize(objective, n_trials=1, executor=fleet)
     assert states(study) == 2 * [COMPLETE]
     assert len(optuna.artifacts.get_all_artifact_meta(study)) == 1
-
-
-def with_constraint(trial: Any) -> float:
-    trial.set_constraint("at least 2", 2.0 - trial.number)
-    return float(trial.number)
-
-
-def test_constraints_decide_what_is_best(fleet: Any) -> None:
-    study = optuna.create_study()
-    study.optimize(with_constraint, n_trials=5, executor=fleet)
-    assert [trial.constraints["at least 2"] for trial in study.trials] == [2, 1, 0, -1, -2]
-    assert study.best_trial.number == 2
 
 
 def break_rules(trial: Any) -> float:
