@@ -32,7 +32,19 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.sampler_bridge.records import flights_of
-from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
+from tests.behaviour.small import small_model, train, train_epoch
+from tests.fleets import (
+    Leg,
+    ScriptableFleet,
+    ScriptedController,
+    ask_to_move,
+    await_trainers,
+    fleet_of,
+    run,
+    small_pipeline,
+)
+
+__all__ = ["fleet_of", "run", "small_model", "small_pipeline", "train", "train_epoch"]
 
 NUM_DEVICES = 4
 MAX_RESTARTS = 4

@@ -7,6 +7,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet.settings import Adoption, settings_here
+from optuna_fleet.exceptions import FleetError
+from optuna_fleet.settings import Adoption, settings_here, workplace_here
 from tests.fleets import Leg
 
 
@@ -101,6 +103,12 @@ def everything_set() -> Iterator[None]:
         here.adopt_torch(before)
         torch.set_num_threads(before.num_threads or 1)
         logging.getLogger("a.b").setLevel(logging.NOTSET)
+
+
+def test_where_another_node_has_no_such_folder_a_sentence_says_so() -> None:
+    place = replace(workplace_here(), folder="/no/such/folder", variables={})
+    with pytest.raises(FleetError, match="has no folder /no/such/folder, where the script is at"):
+        place.take_on()
 
 
 def test_a_filter_that_can_not_travel_is_left_behind() -> None:

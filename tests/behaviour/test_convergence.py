@@ -15,7 +15,7 @@ import torch
 from optuna.trial import TrialState
 
 from optuna_fleet import Convergence
-from tests.fleets import fleet_of, small_model, train_epoch
+from tests.behaviour.harness import fleet_of, small_model, train_epoch
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fleets import Leg, small_model, train_epoch
+from tests.behaviour.harness import Leg, small_model, train_epoch
 
 _earlier: list[weakref.ref[nn.Module]] = []  # models of this process' trials
 

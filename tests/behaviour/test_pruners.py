@@ -25,8 +25,8 @@ from optuna.pruners import (
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor
-from tests.fleets import Leg, small_model, train_epoch
-from tests.samplers import ByNumber
+from tests.behaviour.harness import Leg, small_model, train_epoch
+from tests.behaviour.samplers import ByNumber
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
