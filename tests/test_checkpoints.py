@@ -450,14 +450,6 @@ def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixtu
     assert os.listdir(folder.path) == ["call.json"]
 
 
-def test_a_trial_can_not_go_on_with_its_best_alone(folder: StudyFolder) -> None:
-    assert folder.unfinished() == {12: str(unfinished(folder, 12, 7))}
-    unfinished(folder, 12, 7).unlink()
-    assert folder.unfinished() == {12: str(unfinished(folder, 12, 6))}
-    unfinished(folder, 12, 6).unlink()
-    assert 12 not in folder.unfinished()
-
-
 def test_what_is_not_ours_is_left_alone(
     folder: StudyFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,15 +134,6 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     ]
 
 
-def test_a_trial_that_ends_while_the_study_is_read_may_be_the_best(
-    study: optuna.Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = study.get_trials(deepcopy=False)
-    best = add_trial(study, TrialState.COMPLETE, 0.9)
-    monkeypatch.setattr(study, "get_trials", lambda **_: before)
-    assert [trial.number for trial in at(study, 40).best] == [best]
-
-
 def test_a_trial_that_has_ended_since_the_driver_wrote_is_on_no_device() -> None:
     study = optuna.create_study()
     add_trial(study, TrialState.COMPLETE, 1.0)
@@ -212,13 +203,6 @@ def test_any_study_can_be_looked_at() -> None:
     assert snapshot.condition is Condition.NOT_A_FLEETS
     assert snapshot.elsewhere == {trial.number}
     assert "trials                      1 running, 2 complete" in shown(snapshot)
-
-
-def test_of_several_objectives_all_best_trials_are_named() -> None:
-    study = optuna.create_study(directions=["minimize", "maximize"])
-    for values in [(0, 0), (1, 1), (2, 0)]:
-        study.add_trial(optuna.create_trial(values=values))
-    assert "2 trials that no other is better than: 0-1" in shown(at(study, 0))
 
 
 def test_a_record_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:

@@ -183,16 +183,6 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
     assert (tmp_path / "study" / "trial-0.1-1.0123abcd-0.pt").exists()
 
 
-def test_the_best_is_where_the_checkpoint_that_tells_of_it_is(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    saver = Saver(Session(None, run))
-    saver.keep_best(lambda: captured(epoch=4))  # before that epoch's end is known
-    saver.save(captured(epoch=3))
-    assert saver.finish()
-    names = {path.name for path in (tmp_path / "study").iterdir()}
-    assert names == {"trial-0.1-3.0123abcd-0.pt", "trial-0.1-3.0123abcd-0.best.pt"}
-
-
 def fails() -> Captured:
     raise MemoryError
 
