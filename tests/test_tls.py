@@ -110,16 +110,6 @@ def test_a_capture_holds_no_message(welcomed: Welcomed) -> None:
     assert MARK not in capture
 
 
-def cut_at(direction: int, place: int) -> Change:
-    """Hang up before the byte at this place."""
-
-    def change(way: int, before: int, data: bytes) -> tuple[bytes, bool]:
-        is_last = way == direction and before + len(data) > place
-        return (data[: place - before] if is_last else data), not is_last
-
-    return change
-
-
 def flip_at(direction: int, place: int, bits: int) -> Change:
     """Alter the byte at this place; and hang up, for who waits for more would wait on."""
 
@@ -131,19 +121,6 @@ def flip_at(direction: int, place: int, bits: int) -> Change:
         return data, not is_last
 
     return change
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_a_handshake_that_is_cut_off_ends_on_both_sides(data: st.DataObject) -> None:
-    direction = data.draw(st.sampled_from([TO_SERVER, TO_CLIENT]))
-    place = data.draw(st.integers(0, 300))
-    welcomed = Welcomed()
-    relay = Relay(welcomed.address, cut_at(direction, place))
-    with contextlib.closing(relay), pytest.raises((OSError, ProtocolError)):
-        channels._enter(*relay.address, through(relay, welcomed))
-    assert welcomed.works()
-    welcomed.close()
 
 
 def heard_through(welcomed: Welcomed, change: Change) -> list[Any]:

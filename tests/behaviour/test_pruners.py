@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,6 @@ def new_study(name: str) -> optuna.Study:
 
 def verdicts(study: optuna.Study) -> list[tuple[Any, ...]]:
     return [(t.number, t.state, t.value, t.params, t.intermediate_values) for t in study.trials]
-
-
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[FleetExecutor]:
-    with FleetExecutor(devices=1) as executor:
-        yield executor
 
 
 @pytest.mark.parametrize("name", PRUNERS)

@@ -98,16 +98,6 @@ def write(files: RunFiles, data: bytes = DATA) -> str:
 # -- one file ------------------------------------------------------------------------------------
 
 
-def test_a_file_gets_there_and_back(server: TransferServer, tmp_path: Path) -> None:
-    folder = StudyFolder(tmp_path, "a study")
-    files = files_of(folder, functools.partial(served_by, server))
-    location = write(files)
-    assert location == str(folder.path / "trial-7.1-5.0123abcd-0.pt")
-    assert files.load(location).content.state == {"data": DATA}
-    assert os.listdir(folder.path) == [Path(location).name]
-    assert Path(location).stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize(
     "request_",
     [
@@ -158,18 +148,6 @@ def hears_nothing(channel: Channel) -> bool:
     with contextlib.closing(channel), pytest.raises((EOFError, OSError)):
         channel.receive()
     return True
-
-
-def test_a_server_that_is_closed_serves_nobody(server: TransferServer) -> None:
-    server.close()
-    assert hears_nothing(served_by(server))
-
-
-def test_who_says_nothing_is_not_waited_for(
-    server: TransferServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optuna_fleet.wire.transfer._SILENCE_S", 0.0)
-    assert hears_nothing(served_by(server))
 
 
 # -- a fleet that shares no disk -----------------------------------------------------------------
