@@ -127,16 +127,13 @@ def sweep(objective: Any, flag: Path | None = None, **options: Any) -> tuple[lis
 
 
 def test_what_passes_its_check_gets_several_devices_and_is_checked_once(tmp_path: Path) -> None:
+    """Or again, where the record of that is damaged."""
     widths, told = sweep(until_wide, checkpoints=tmp_path)
     assert widths == [1, 2]
     assert told.count("is checked: its objective's beginning runs several times") == 1
     widths, told = sweep(until_wide, checkpoints=tmp_path)
     assert widths[-1] == 2
     assert "is checked" not in told
-
-
-def test_a_damaged_record_of_checks_is_made_anew(tmp_path: Path) -> None:
-    sweep(until_wide, checkpoints=tmp_path)
     (kept,) = tmp_path.glob("*/checks.json")
     kept.write_bytes(kept.read_bytes()[:50])
     widths, told = sweep(until_wide, checkpoints=tmp_path)

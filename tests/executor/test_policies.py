@@ -73,7 +73,7 @@ def test_what_the_papers_leave_open_is_an_option() -> None:
         policies.FleetG(delta=0.0)
 
 
-@pytest.mark.parametrize("policy", ["elastic", "mip", "fleet-l", "homogeneous"])
+@pytest.mark.parametrize("policy", ["elastic", "mip", "homogeneous"])
 def test_a_policy_changes_who_flies_where_and_nothing_else(
     policy: str, expected: list[Any]
 ) -> None:

@@ -14,7 +14,7 @@ from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.events import (
     MoveMeasured,
 )
-from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
+from optuna_fleet.sampler_bridge.records import calls_of, device_spans_of, flights_of
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
@@ -25,6 +25,7 @@ def test_flights_and_decisions_are_recorded(log: Any) -> None:
         # More than the 48 batches that are timed at most, so that there is something to decide on.
         study.optimize(functools.partial(train, epochs=30), n_trials=5, executor=fleet)
     assert fleet.summary is not None
+    assert [call.ending for call in calls_of(study)] == ["done"]
     for trial in study.trials:
         assert not trial.system_attrs  # it would be a column in `study.trials_dataframe()`
         flights = flights_of(study)[trial.number]
