@@ -389,6 +389,17 @@ def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> Non
         try_again()
 
 
+def test_no_temporary_folder_stays_if_no_agent_can_be_placed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
+) -> None:
+    refuse = mock.Mock(side_effect=LaunchError("no more processes"))
+    monkeypatch.setattr(engine, "open", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(LaunchError, match="no more processes"):
+        new_runtime(engine, None)
+    assert not list(tmp_path.iterdir())
+
+
 # -- the pipeline ---------------------------------------------------------------------------------
 
 

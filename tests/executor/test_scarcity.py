@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,6 +186,21 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
 
 def fails() -> Captured:
     raise MemoryError
+
+
+@pytest.mark.parametrize("other", [Saver.keep_best, Saver.captured])
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_checkpoint_is_as_good_whatever_else_could_not_be_copied(
+    tmp_path: Path, other: Callable[..., object], is_before: bool
+) -> None:
+    saver = Saver(Session(None, run_of(tmp_path)))
+    if is_before:
+        other(saver, fails)
+        assert saver.finish()  # as on a rank that writes no checkpoints itself
+    saver.save(captured(epoch=1))
+    if not is_before:
+        other(saver, fails)
+    assert saver.finish()
 
 
 def test_a_trainer_without_a_thread_for_its_heartbeats_gives_its_trial_back(

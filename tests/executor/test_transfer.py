@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
 
-from optuna_fleet import CheckpointError, Checkpoints, load_best_model
+from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.executor.call import launcher
+from optuna_fleet.executor.cluster.agent import entry
+from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
 from optuna_fleet.trainer.saving import RunFiles
 from optuna_fleet.trainer.session import no_driver
@@ -115,6 +118,40 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(server: TransferServer, reque
     channel.close()
     assert isinstance(answer, Refused)
     assert "is no checkpoint" in answer.problem
+
+
+def test_a_node_whose_data_sets_are_refused_says_so(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "connect", lambda _: served_by(server))
+    setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None))
+    invitation: Any = None
+    with pytest.raises(FleetConfigError, match=r"\w can't fetch the data sets .* There are none"):
+        entry._with_data(setup, invitation)
+
+
+@pytest.mark.parametrize("full", ["No space left", "MemoryError"])
+def test_a_node_without_memory_for_the_data_sets_says_so_here_and_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    (tmp_path / "data").write_bytes(DATA)
+    server = TransferServer(tmp_path, lambda: str(tmp_path / "data"))
+    setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None), needed=())
+    driver = mock.Mock(receive=lambda: setup)
+    ways = [driver, served_by(server)]
+    monkeypatch.setattr(entry, "connect", lambda _: ways.pop(0))
+    monkeypatch.setattr(entry, "local_address", lambda channel: "127.0.0.1")
+    monkeypatch.setattr(entry, "_adopt", lambda setup, host: None)
+    if full == "MemoryError":
+        monkeypatch.setattr(entry, "receive_file", mock.Mock(side_effect=MemoryError))
+    else:
+        monkeypatch.setattr(os, "memfd_create", lambda *_: os.open("/dev/full", os.O_WRONLY))
+    options = AgentOptions(invitation=mock.Mock(), node="here", devices=1, device_type="cpu")
+    with pytest.raises(FleetConfigError, match=rf"no memory for the data sets .*{full}"):
+        entry.run_agent(options)
+    (said,) = (c.args[0] for c in driver.send.mock_calls if hasattr(c.args[0], "problem"))
+    assert "no memory for the data sets" in said.problem
+    server.close()
 
 
 def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
