@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import optuna
@@ -234,6 +235,36 @@ def made(world_size: int, *all_made: RankCall) -> tuple[RunCalls, list[RankCall]
             carried_out.append(now)
             calls.answer(now, Reply(run_id=0, index=now.index))
     return calls, carried_out
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_report_is_carried_out_when_all_ranks_have_made_it(order: tuple[int, ...]) -> None:
+    first = [call for rank in order[:2] for call in (report(rank, 0.5), ask(rank))]
+    assert made(3, *first)[1] == []
+    calls, carried_out = made(3, *(r for rank in order for r in (report(rank, 0.5), ask(rank))))
+    assert [(one.rank, one.name) for one in carried_out] == [(0, "report"), (0, "should_prune")]
+    assert sorted(rank for rank, _ in calls.replies) == [0, 1, 2]
+    assert errors(calls) == {}
+
+
+def test_unlike_reports_fail_at_every_ranks_next_question() -> None:
+    calls, carried_out = made(2, report(0, 0.5), report(1, 0.7), report(0, 1.0, 1))
+    assert calls.replies == []
+    calls, carried_out = made(2, report(0, 0.5), report(1, 0.7), ask(0), ask(1))
+    assert set(errors(calls)) == {0, 1}
+    assert "0.7 on rank 1" in errors(calls)[0]
+    assert carried_out == []
+
+
+@pytest.mark.parametrize("reporting", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_report_of_one_rank_alone_is_refused(reporting: int, first: int) -> None:
+    """The other one need not come any further for that."""
+    alone, other = [report(reporting, 0.5), ask(reporting)], [ask(1 - reporting, 0)]
+    calls, carried_out = made(2, *(alone + other if first == reporting else other + alone))
+    assert reporting in errors(calls)
+    assert "report" not in [one.name for one in carried_out]
+    assert len(calls.replies) == 2
 
 
 def test_a_report_does_not_wait_for_a_rank_that_has_ended() -> None:
