@@ -34,7 +34,7 @@ from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation, make_credentials, tls_context
 from optuna_fleet.wire.listener import Listener
-from optuna_fleet.wire.messages import Heartbeat, Progress, TrainerReady
+from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     ProcessId,
@@ -275,15 +275,6 @@ def client_hello() -> bytes:
     return sent.read()
 
 
-def test_a_handshake_may_come_in_pieces(welcomed: Welcomed) -> None:
-    hello = client_hello()
-    with stranger(welcomed.address) as sock:
-        for piece in (hello[:3], hello[3:10], hello[10:]):
-            assert welcomed.works()  # the listener has had the time to read what came before
-            sock.sendall(piece)
-        assert sock.recv(1) == b"\x16"  # its part of the handshake
-
-
 def test_half_open_connections_keep_nobody_out(welcomed: Welcomed) -> None:
     """More than are waited for at a time; and those who wait longest go first."""
     with contextlib.ExitStack() as open_ones:
@@ -331,32 +322,6 @@ def test_a_stalled_handshake_is_dropped(
                         break
         assert hangs_up(silent)
     assert welcomed.works()
-
-
-def test_however_many_come_one_after_another_one_look_at_who_is_late_is_due(
-    welcomed: Welcomed,
-) -> None:
-    for _ in range(5):
-        assert welcomed.works()
-    calls: list[Any] = [call for _, _, call in welcomed._inbox._times]
-    assert [call.func for call in calls].count(welcomed.listener._refuse_late) == 1
-
-
-def test_what_came_after_a_line_is_told_later(
-    welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listeners, "_QUIET_S", 0.5)
-    stranger(welcomed.address).close()
-    welcomed.lines.get(timeout=PATIENCE_S)
-    for _ in range(3):
-        with stranger(welcomed.address) as sock:
-            sock.sendall(b"let me in")
-            assert hangs_up(sock)
-    told, number = "", 0
-    while number < 3:
-        told = welcomed.lines.get(timeout=PATIENCE_S)
-        number += 1 + (int(told.split(", and ")[1].split()[0]) if ", and " in told else 0)
-    assert "does not speak TLS 1.3" in told
 
 
 def test_a_stranger_takes_no_memory_and_no_thread(welcomed: Welcomed) -> None:
@@ -582,19 +547,6 @@ def test_a_trainer_is_started_before_it_is_ready_and_never_ready_after_its_death
         assert peers.collect(2) == [started, ready(9)]
 
 
-def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
-    """Both are pending, the agent's word first: as when two trainers die at one time."""
-    with peers.held_up():
-        peers.trainer.close()
-        peers.agent.send("of another trainer")
-        peers.agent.send(exited())
-    (_, death) = peers.collect(2)
-    assert isinstance(death, TrainerExited)
-    assert not peers.connections.trainers
-    peers.agent.send("the agent is still heard")
-    assert peers.collect(1) == ["the agent is still heard"]
-
-
 def test_one_trainer_that_says_much_does_not_hold_up_the_others(peers: Peers) -> None:
     """It waits itself, until what it has said is taken: nothing is lost."""
     number = 2000
@@ -625,17 +577,6 @@ def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers
     assert got[-1] == "lost"
     with pytest.raises((EOFError, OSError)):
         peers.agent.receive()
-
-
-def test_a_time_comes_after_all_that_was_said_by_then(peers: Peers) -> None:
-    """Also where the thread that reads was held up, as by a sampler that keeps Python's lock."""
-    with peers.held_up():
-        peers.connections.inbox.later(0.0, "the time")
-        peers.agent.send("of the agent")
-        peers.trainer.send("of the trainer")
-    got = peers.collect(3)
-    assert set(got[:2]) == {"of the agent", "of the trainer"}
-    assert got[2] == "the time"
 
 
 def test_a_time_comes_after_all_that_a_trainer_has_said_while_nobody_took(peers: Peers) -> None:
@@ -696,20 +637,6 @@ def test_what_goes_wrong_while_it_is_waited_is_told_to_whoever_takes(peers: Peer
             peers.connections.inbox.get(PATIENCE_S)
 
 
-def test_a_sign_of_life_of_a_trial_wakes_nobody_at_once_but_keeps_its_place(peers: Peers) -> None:
-    beat = Heartbeat(
-        run_id=0, rank=0, progress=Progress(), is_waiting=False, where="", memory_bytes=0
-    )
-    peers.trainer.send(beat)
-    peers.trainer.send("of the trainer")
-    assert peers.collect(2) == [beat, "of the trainer"]
-    peers.trainer.send(beat)
-    began = time.monotonic()
-    assert peers.collect(1) == [beat]
-    assert time.monotonic() - began >= 0.05
-    assert peers.connections.inbox.get(0.0) is None
-
-
 def turns_in(inbox: Inbox, seconds: float) -> int:
     """How often it is looked what is there, while somebody waits for what does not come."""
     with mock.patch.object(inbox, "_take_turn", wraps=inbox._take_turn) as take:
@@ -727,16 +654,6 @@ def test_nobody_spins_after_what_came_at_leisure_was_taken_with_what_was_pressin
         began = time.monotonic()
         assert inbox.get() == "at leisure"
         assert time.monotonic() - began >= 0.05
-
-
-def test_nobody_spins_if_a_thread_is_held_up_as_it_puts() -> None:
-    """All is taken, thanks to another one, before it has said that this was pressing."""
-    with contextlib.closing(Inbox()) as inbox:
-        inbox.put("first")
-        inbox._there.append("second")
-        assert [inbox.get(), inbox.get()] == ["first", "second"]
-        inbox._is_pressing = True
-        assert turns_in(inbox, 0.5) < 20
 
 
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:

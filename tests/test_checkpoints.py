@@ -7,7 +7,6 @@ import errno
 import functools
 import io
 import os
-import resource
 import signal
 import stat
 from collections.abc import Iterator
@@ -205,26 +204,6 @@ def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
     assert folder.finals() == {0, 1}
 
 
-def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> None:
-    study = optuna.create_study()
-    folder = StudyFolder(root, study.study_name)
-    retention = CheckpointRetention(study, folder, 1)
-    for number in range(3):
-        assert retention.is_among_best(1.0)
-        leave(retention, study, [1.0])
-        retention.settled(number)
-        assert folder.finals() == {study.best_trial.number}
-    assert not retention.is_among_best(1.5)
-    assert not retention.is_among_best("many")
-    leave_file(retention, 7)  # of a trial that will be told in a moment
-    study.add_trial(optuna.create_trial(value=0.5))
-    study.enqueue_trial({})
-    for _ in range(4):
-        study.ask()
-    retention.settled(3)
-    assert folder.finals() == {study.trials[0].number, 7}
-
-
 def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
     folder = StudyFolder(root, study.study_name)
@@ -249,14 +228,6 @@ def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
     assert leave_bytes(0.5, 900) == {6}
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("max_bytes", 0), ("max_bytes", -1), ("keep", -1), ("keep", 1.5)]
-)
-def test_a_bad_number_is_refused(tmp_path: Path, name: str, number: Any) -> None:
-    with pytest.raises(FleetConfigError, match=f"`{name}` is"):
-        fleet_of(devices=1, checkpoints=Checkpoints(tmp_path, **{name: number}))
-
-
 # -- disks that fail -----------------------------------------------------------------------------
 
 
@@ -272,16 +243,6 @@ def on_a_full_disk(trial: Any) -> float:
         value = train(trial, epochs=4)
         trial.set_user_attr("devices", trial.world_size)
         return value
-
-
-def with_small_files(trial: Any) -> float:
-    """Train in a process whose files may have a few bytes only."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        return train(trial, epochs=4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="module")
@@ -302,15 +263,6 @@ def test_a_full_disk_costs_nothing_but_the_checkpoints(
     assert text.count("goes on without a new checkpoint") == 1
     assert "No space left" in text
     assert "has space" in text
-
-
-def test_a_limit_on_files_costs_nothing_but_the_checkpoints(
-    keeping: Any, undisturbed: dict[str, Any], log: io.StringIO
-) -> None:
-    study = optuna.create_study()
-    study.optimize(with_small_files, n_trials=1, executor=keeping)
-    assert study.trials[0].user_attrs == undisturbed
-    assert log.getvalue().count("check that there is room for it") == 1
 
 
 def test_a_trial_that_can_not_be_checkpointed_keeps_its_devices(
@@ -349,10 +301,6 @@ def flip(path: Path) -> None:
 
 def tear(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
 
 
 def replace_by_a_strangers(path: Path) -> None:
@@ -395,12 +343,10 @@ class Dying:
 @pytest.mark.parametrize(
     ("damages", "words"),
     [
-        ([tear], ["torn"]),
-        ([remove], ["can't be read"]),
         ([replace_by_a_strangers], ["is of another study"]),
         ([flip, flip], ["corrupt", "corrupt"]),
     ],
-    ids=["newest torn", "newest gone", "a stranger's", "both flipped"],
+    ids=["a stranger's", "both flipped"],
 )
 def test_a_damaged_checkpoint_costs_nothing_but_time(
     keeping: Any,
@@ -502,14 +448,6 @@ def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixtu
     flip(folder.final(3))
     assert main(["checkpoints", str(folder.root), "--prune"]) == 0
     assert os.listdir(folder.path) == ["call.json"]
-
-
-def test_a_trial_can_not_go_on_with_its_best_alone(folder: StudyFolder) -> None:
-    assert folder.unfinished() == {12: str(unfinished(folder, 12, 7))}
-    unfinished(folder, 12, 7).unlink()
-    assert folder.unfinished() == {12: str(unfinished(folder, 12, 6))}
-    unfinished(folder, 12, 6).unlink()
-    assert 12 not in folder.unfinished()
 
 
 def test_what_is_not_ours_is_left_alone(

@@ -102,16 +102,6 @@ def test_simulate_says_how_the_policy_does(ensemble: str, capsys: Any) -> None:
     assert 0 < busy_s <= 2 * report["makespan_s"]
 
 
-def test_the_baseline_is_as_fast_as_itself(ensemble: str, capsys: Any) -> None:
-    report = report_of(capsys, "simulate", ensemble, "--devices", "1", "--policy", "baseline")
-    assert report["speedup_over_baseline"] == 1.0
-    assert report["makespan_s"] == pytest.approx(
-        sum((2 + k) * 1000 / (100 - 9 * (k % 3)) for k in range(6))
-    )
-    assert report["rescales"] == 0
-    assert report["idle_s"] == pytest.approx(0.0, abs=1e-9)
-
-
 def test_reports_are_printed_for_people_and_written_for_programs(
     ensemble: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -201,17 +191,6 @@ def test_replay_takes_its_options(trace: str, jobs: str, capsys: Any) -> None:
     report = report_of(capsys, "replay", trace, jobs, *options)
     assert report["utilisation"] > 0
     assert report["policy"] == "equal-split"
-
-
-def test_replay_replays_the_default_policy(tmp_path: Path, capsys: Any) -> None:
-    trace = str(tmp_path / "made_up.npz")
-    assert main(["trace", trace, "--nodes", "64", "--hours", "1"]) == 0
-    capsys.readouterr()
-    default = report_of(capsys, "replay", trace)
-    named = report_of(capsys, "replay", trace, "--objective", "makespan")
-    published = report_of(capsys, "replay", trace, "--objective", "throughput")
-    assert {**default, "solver_s": 0} == {**named, "solver_s": 0}
-    assert default["rescale_samples_per_event"] != published["rescale_samples_per_event"]
 
 
 def test_all_that_can_be_replayed_are_compared(trace: str, jobs: str, capsys: Any) -> None:

@@ -29,9 +29,9 @@ from optuna_fleet.wire import listener
 from optuna_fleet.wire.channel import HELLO, connect
 from optuna_fleet.wire.invitation import Invitation, make_credentials
 from tests.fleets import Leg, fleet_of, train
+from tests.test_channel import PATIENCE_S, Bomb, hangs_up
 from tests.waiting import until
 
-PATIENCE_S = 240.0
 SCRIPT = {0: [Leg((0, 1), until_epoch=1), Leg((1, 0))], 1: [Leg((0,))], 2: [Leg((1,))]}
 LOOPBACK = "0100007F"
 
@@ -75,16 +75,6 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
                 address, port = fields[1].split(":")
                 found.add((address, int(port, 16)))
     return found
-
-
-class Bomb:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mknod, (str(self.path),)
 
 
 # -- the sweep -----------------------------------------------------------------------------------
@@ -149,13 +139,6 @@ def connections_of(fleet: Any) -> Any:
 
 
 # -- strangers -----------------------------------------------------------------------------------
-
-
-def hangs_up(sock: socket.socket) -> bool:
-    with contextlib.suppress(ConnectionResetError):
-        while sock.recv(4096):
-            pass
-    return True
 
 
 def bother(port: int, words: bytes, *, is_dropped: bool) -> None:
@@ -333,11 +316,6 @@ def as_other_user(script: str, *arguments: str) -> list[str]:
         check=True,
     )
     return done.stdout.split()
-
-
-def test_what_holds_the_credentials_does_not_show_them() -> None:
-    (field,) = (each for each in dataclasses.fields(Invitation) if each.name == "credentials")
-    assert not field.repr
 
 
 def test_nothing_of_torch_unpickles_what_a_peer_sent() -> None:

@@ -110,16 +110,6 @@ def test_a_capture_holds_no_message(welcomed: Welcomed) -> None:
     assert MARK not in capture
 
 
-def cut_at(direction: int, place: int) -> Change:
-    """Hang up before the byte at this place."""
-
-    def change(way: int, before: int, data: bytes) -> tuple[bytes, bool]:
-        is_last = way == direction and before + len(data) > place
-        return (data[: place - before] if is_last else data), not is_last
-
-    return change
-
-
 def flip_at(direction: int, place: int, bits: int) -> Change:
     """Alter the byte at this place; and hang up, for who waits for more would wait on."""
 
@@ -131,19 +121,6 @@ def flip_at(direction: int, place: int, bits: int) -> Change:
         return data, not is_last
 
     return change
-
-
-@settings(max_examples=25)
-@given(data=st.data())
-def test_a_handshake_that_is_cut_off_ends_on_both_sides(data: st.DataObject) -> None:
-    direction = data.draw(st.sampled_from([TO_SERVER, TO_CLIENT]))
-    place = data.draw(st.integers(0, 300))
-    welcomed = Welcomed()
-    relay = Relay(welcomed.address, cut_at(direction, place))
-    with contextlib.closing(relay), pytest.raises((OSError, ProtocolError)):
-        channels._enter(*relay.address, through(relay, welcomed))
-    assert welcomed.works()
-    welcomed.close()
 
 
 def heard_through(welcomed: Welcomed, change: Change) -> list[Any]:
@@ -160,7 +137,7 @@ def heard_through(welcomed: Welcomed, change: Change) -> list[Any]:
     return heard
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(place=st.integers(0, 1000), bits=st.integers(1, 255))
 def test_what_is_altered_is_never_heard(place: int, bits: int) -> None:
     """Neither in the handshake nor after it; what came before it is."""
@@ -170,7 +147,7 @@ def test_what_is_altered_is_never_heard(place: int, bits: int) -> None:
     welcomed.close()
 
 
-@pytest.mark.parametrize("place", range(5, 150, 7))
+@pytest.mark.parametrize("place", [5, 40, 145])
 def test_a_record_that_was_altered_cuts_the_connection(place: int) -> None:
     """Counted from the first byte of the second message."""
     welcomed = Welcomed()

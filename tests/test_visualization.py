@@ -16,7 +16,6 @@ from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, PIPELINE_KEY, DeviceSpan
 from optuna_fleet.visualization import plot_timeline
-from optuna_fleet.visualization.figure import colour_of
 
 START = 1.7e9
 IS_THERE = "node is there"
@@ -119,14 +118,6 @@ def test_only_the_last_flight_carries_the_trials_end():
     assert [row[-1] for row in drawn(figure)] == ["", "/"]
 
 
-def test_running_trials_show_the_flights_they_finished():
-    study = optuna.create_study()
-    add_trial(study, flight([0], 0, 5, ending="yielded"), state=TrialState.RUNNING)
-    bar, mark = plot_timeline(study).data
-    assert "<b>trial 0</b> (running)<br>value: none yet" in bar.customdata[0]
-    assert mark.name == MOVED
-
-
 def test_each_optimize_call_counts_its_rounds_anew():
     study = optuna.create_study()
     add_trial(study, flight([0], 0, 5, rnd=1))
@@ -134,12 +125,6 @@ def test_each_optimize_call_counts_its_rounds_anew():
     add_trial(study, flight([0], 50, 55, rnd=1))
     add_trial(study, flight([0], 55, 60, rnd=2))
     assert [line.x0 for line in plot_timeline(study).layout.shapes] == [5, 55]
-
-
-def test_a_clock_set_back_gives_no_negative_bar():
-    study = optuna.create_study()
-    add_trial(study, flight([0], 5, 3))
-    assert [row[:3] for row in drawn(plot_timeline(study))] == [(0, 0, 0)]
 
 
 def test_the_figure_draws_the_bars(study):
@@ -181,24 +166,9 @@ def test_bars_tell_their_story_on_hover(study):
     ]
 
 
-def test_a_trial_has_one_colour_and_neighbours_differ(study):
-    by_trial = [t for t in plot_timeline(study).data if str(t.name).startswith("trial")]
-    assert [set(t.marker.color) for t in by_trial] == [{colour_of(n)} for n in range(4)]
-    assert all(colour_of(n) != colour_of(n + k) for n in range(20) for k in range(1, 14))
-
-
 def test_the_legend_names_few_trials_and_the_marks(study):
     names = [f"trial {n}" for n in range(4)]
     assert legend(plot_timeline(study)) == [*names, PRUNED, FAILED, MOVED, LOST, "new round"]
-
-
-def test_the_legend_leaves_many_trials_out():
-    study = optuna.create_study()
-    for n in range(21):
-        add_trial(study, flight([0], n, n + 1))
-    figure = plot_timeline(study)
-    assert len(drawn(figure)) == 21
-    assert legend(figure) == []
 
 
 def test_parameters_cannot_inject_html():
@@ -319,9 +289,3 @@ def test_what_a_dead_driver_left_open_ends_where_the_next_call_begins(study):
         (0.0, 20.0),
         (10.0, 10.0),
     ]
-
-
-def test_one_node_changes_nothing(study):
-    before = plot_timeline(study)
-    add_stays(study, *[(device, "a", 5, 40) for device in (0, 1, 4, 5)])
-    assert plot_timeline(study) == before

@@ -1,4 +1,4 @@
-"""One fleet for all of these tests: starting torch processes costs seconds."""
+"""Fleets for all of these tests: starting torch processes costs seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from optuna_fleet import FleetExecutor
+
+
+@pytest.fixture(scope="session")
+def narrow() -> Iterator[FleetExecutor]:
+    """One device, no data: there trials come one after the other."""
+    with FleetExecutor(devices=1, device_type="cpu") as executor:
+        yield executor
 
 
 @pytest.fixture(scope="session")

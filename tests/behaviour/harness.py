@@ -14,7 +14,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,20 @@ from optuna_fleet.events import (
     Requeue,
     WidthLimited,
 )
-from optuna_fleet.preflight.checker import Checker
 from optuna_fleet.sampler_bridge.records import flights_of
-from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
+from tests.behaviour.small import small_model, train, train_epoch
+from tests.fleets import (
+    Leg,
+    ScriptableFleet,
+    ScriptedController,
+    ask_to_move,
+    await_trainers,
+    fleet_of,
+    run,
+    small_pipeline,
+)
+
+__all__ = ["fleet_of", "run", "small_model", "small_pipeline", "train", "train_epoch"]
 
 NUM_DEVICES = 4
 MAX_RESTARTS = 4
@@ -206,8 +217,6 @@ class Lab:
     def __init__(self, pipeline: Any, **options: Any) -> None:
         options.setdefault("policy", "equal-split")
         options.setdefault("checkpoints", Checkpoints(interval_s=1e6))  # who is asked is to move
-        self._pipeline = pipeline
-        self._checker = Checker()
         self._fleet = _Fleet(pipeline, devices=NUM_DEVICES, device_type="cpu", **options)
         self._undisturbed: dict[Any, Flown] = {}
         await_trainers(self._fleet, NUM_DEVICES)
@@ -217,7 +226,6 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self._fleet.close()
-        self._checker.close()
 
     def fly(
         self,
@@ -256,14 +264,6 @@ class Lab:
             deaths=[line for line in told if _DEATH in line],
             error=error,
         )
-
-    def fly_checked(self, objective: Callable[[Any], Any], widths: Sequence[Width]) -> Flown:
-        """Fly, but no wider than the pre-flight check lets it; what that says is told too."""
-        verdict = self._checker.check(objective, self._pipeline)
-        if verdict.may_widen:
-            return self.fly(objective, widths)
-        flown = self.fly(objective, [1] * len(widths))
-        return replace(flown, told=f"{flown.told}\nTrial 0: {' '.join(str(verdict).split())}")
 
     def undisturbed(self, objective: Callable[[Any], Any], width: Width = 1) -> Flown:
         """On one device, or always as many, it neither moves nor dies."""
@@ -315,16 +315,11 @@ class Lab:
         *names: str,
         widths: Sequence[Width] = (1, 3),
         most: int = 1,
-        by_check: bool = False,
         rel: float = 1e-8,
         absolute: float = 1e-10,
     ) -> Flown:
-        """It ends on one device, or so many at `most`, as it is told once; and it is right.
-
-        Args:
-            by_check: It is the pre-flight check that keeps it there.
-        """
-        flown = (self.fly_checked if by_check else self.fly)(objective, widths)
+        """It ends on one device, or so many at `most`, as it is told once; and it is right."""
+        flown = self.fly(objective, widths)
         if flown.error is not None:
             raise flown.error
         assert flown.widths[-1] <= most, f"on {flown.widths} devices: {flown.told}"

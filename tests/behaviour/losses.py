@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tests.behaviour.parts import (
     EPOCHS,
     OBJECTIVES,
-    convnet,
     note,
     note_evaluation,
     note_weighted,
@@ -56,40 +55,11 @@ def sum_over_len(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels, reduction="sum") / len(labels)
 
 
-def focal(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(model(images), labels, reduction="none")
-    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
-
-
-def regression(model: Any, images: Tensor, _: Tensor) -> Tensor:
-    return F.mse_loss(model(images), images[:, 0, 0, :3])
-
-
-def bce_with_pos_weight(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    targets, weight = F.one_hot(labels, 3).double(), torch.tensor([1.0, 3.0, 0.5])
-    return F.binary_cross_entropy_with_logits(model(images), targets, pos_weight=weight)
-
-
-def two_tasks(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    outputs = model(images)
-    return F.cross_entropy(outputs, labels) + 0.3 * F.mse_loss(outputs[:, 0], images[:, 0, 0, 0])
-
-
-def hardest_pixels(model: Any, images: Tensor, _: Tensor) -> Tensor:
-    errors = (model(images) - images).square().flatten(1)
-    return errors.topk(18, dim=1).values.mean()
-
-
 def ctc(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     """The rows of an image as six moments of speech."""
     log_probs = model(images.squeeze(1)).log_softmax(-1).transpose(0, 1)
     targets = 1 + (labels[:, None] + torch.arange(3)) % 3
     return F.ctc_loss(log_probs, targets, torch.full_like(labels, 6), labels + 1)
-
-
-def norm_of_parameters(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    norm = sum(parameter.square().sum() for parameter in model.parameters())
-    return F.cross_entropy(model(images), labels) + 0.01 * norm
 
 
 def gradient_penalty(model: Any, images: Tensor, labels: Tensor) -> Tensor:
@@ -116,48 +86,14 @@ def triplet(model: Any, anchor: Tensor, view: Tensor, other: Tensor) -> Tensor:
     return F.triplet_margin_loss(model(anchor), model(view), model(other), margin=5.0)
 
 
-def cosine(model: Any, anchor: Tensor, view: Tensor, other: Tensor) -> Tensor:
-    code, same = model(anchor), torch.ones(len(anchor))
-    alike = F.cosine_embedding_loss(code, model(view), same)
-    return alike + F.cosine_embedding_loss(code, model(other), -same)
-
-
-def ranking(model: Any, anchor: Tensor, _: Tensor, other: Tensor) -> Tensor:
-    better, worse = model(anchor)[:, 0], model(other)[:, 0]
-    return F.margin_ranking_loss(better, worse, torch.ones(len(anchor)), margin=0.1)
-
-
 OBJECTIVES |= {
     "label_smoothing": trains(functools.partial(cross_entropy, label_smoothing=0.1)),
     "sum_over_len": trains(sum_over_len),
-    "focal": trains(focal, evaluates=True),
-    "regression": trains(regression),
-    "bce_with_pos_weight": trains(bce_with_pos_weight),
-    "two_tasks": trains(two_tasks),
-    "hardest_pixels": trains(hardest_pixels, pixelwise),
     "ctc": trains(ctc, lambda: nn.Linear(6, 4).double()),
-    "norm_of_parameters": trains(norm_of_parameters),
     "gradient_penalty": trains(gradient_penalty, perceptron),
     "vae": trains(vae, autoencoder, data="train_triples"),
     "triplet": trains(triplet, data="train_triples"),
-    "cosine": trains(cosine, data="train_triples"),
-    "ranking": trains(ranking, data="train_triples"),
 }
-
-
-@usual
-def distillation(trial: Any) -> None:
-    student, optimizer = prepared(trial)
-    teacher = trial.prepare(perceptron().requires_grad_(False))
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            outputs = student(images)
-            soft = F.softmax(teacher(images) / 2, dim=1)
-            distance = F.kl_div(F.log_softmax(outputs / 2, 1), soft, reduction="batchmean")
-            loss = 4 * distance + F.cross_entropy(outputs, labels)
-            step(optimizer, loss)
-            note(trial, loss)
-        note_evaluation(trial, student)
 
 
 @usual
@@ -244,13 +180,6 @@ def some_pixels(model: Any, images: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     return F.mse_loss(model(images)[mask], images[mask]), mask.sum()  # NaN where there is none
 
 
-def causal_tokens(model: Any, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    targets = tokens[:, 1:].masked_fill(tokens[:, 1:] == 0, -100)
-    outputs = model(tokens[:, :-1]).flatten(0, 1)
-    loss = F.cross_entropy(outputs, targets.flatten(), ignore_index=-100)  # may be NaN as well
-    return loss, (targets != -100).sum()
-
-
 def masked_tokens(model: Any, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     mask = targets != 0
@@ -283,27 +212,11 @@ class Transformer(nn.Module):
 
 
 OBJECTIVES |= {
-    "sample_weights": weighs(sample_weights, convnet),
     "some_pixels": weighs(some_pixels, pixelwise, drop_last=True),
-    "causal_tokens": weighs(causal_tokens, Transformer, data="train_text", drop_last=True),
     "masked_tokens": weighs(masked_tokens, Transformer, data="train_text", drop_last=True),
     "clamped_tokens": weighs(clamped_tokens, Transformer, data="train_text"),
     "accumulates_tokens": weighs(clamped_tokens, Transformer, data="train_text", accumulates=2),
 }
-
-
-@usual
-def one_of_two_tasks_is_weighted(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            outputs = model(images)
-            classes = F.cross_entropy(outputs, labels, weight=CLASS_WEIGHTS)
-            values = F.mse_loss(outputs[:, 0], images[:, 0, 0, 0])
-            weight = CLASS_WEIGHTS[labels].sum()
-            step(optimizer, trial.weighted(classes, weight) + 0.3 * values)
-            note_weighted(trial, classes, weight)
-            note(trial, values)
 
 
 @usual
@@ -339,26 +252,9 @@ def nt_xent(model: Any, anchor: Tensor, view: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(similar, torch.arange(len(codes)).roll(len(anchor)))
 
 
-def clip(model: Any, anchor: Tensor, view: Tensor, _: Tensor) -> Tensor:
-    left, right = F.normalize(model(anchor), dim=1), F.normalize(model(view), dim=1)
-    similar, same = left @ right.T / 0.1, torch.arange(len(left))
-    return (F.cross_entropy(similar, same) + F.cross_entropy(similar.T, same)) / 2
-
-
 def spread(model: Any, anchor: Tensor, view: Tensor, _: Tensor) -> Tensor:
     left, right = model(anchor), model(view)
     return F.mse_loss(left, right) + F.relu(1 - left.std(0, unbiased=False)).mean()
-
-
-def cox(model: Any, images: Tensor, _: Tensor) -> Tensor:
-    risk = model(images)[:, 0][images[:, 0, 0, 0].argsort(descending=True)]
-    return (risk.logcumsumexp(0) - risk).mean()
-
-
-def all_pairs(model: Any, images: Tensor, _: Tensor) -> Tensor:
-    scores, truth = model(images)[:, 0], images[:, 0, 0, 0]
-    order = torch.sign(truth[:, None] - truth)
-    return F.softplus(-order * (scores[:, None] - scores)).mean()
 
 
 def dice(model: Any, images: Tensor, labels: Tensor) -> Tensor:
@@ -377,10 +273,6 @@ def weighted_classes(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels, weight=CLASS_WEIGHTS)
 
 
-def ignored_labels(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(images), labels, ignore_index=0)
-
-
 def masked_values(model: Any, images: Tensor, _: Tensor) -> Tensor:
     targets = images[:, 0, 0, :3]
     return F.mse_loss(model(images)[targets > 0], targets[targets > 0])
@@ -388,23 +280,15 @@ def masked_values(model: Any, images: Tensor, _: Tensor) -> Tensor:
 
 COUPLED = {
     nt_xent: "train_triples",
-    clip: "train_triples",
     spread: "train_triples",
-    cox: "train",
-    all_pairs: "train",
     dice: "train",
     sum_over_samples: "train",
     weighted_classes: "train",
-    ignored_labels: "train",
     masked_values: "train",
 }
 
 
 # -- losses of torch that are means over samples --------------------------------------------------
-
-
-def signs(like: Tensor, labels: Tensor) -> Tensor:
-    return ((labels > 0) * 2 - 1).to(like)
 
 
 def hot(like: Tensor, labels: Tensor) -> Tensor:
@@ -421,33 +305,16 @@ def ctc(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.ctc_loss(log_probs, labels.clamp(min=1)[:, None], 6 * ones, ones)
 
 
-def multilabel_margin(outputs: Tensor, labels: Tensor) -> Tensor:
-    targets = torch.stack([labels, 0 * labels - 1, 0 * labels - 1], dim=1)
-    return F.multilabel_margin_loss(outputs.float(), targets)
-
-
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l1": lambda x, y: F.l1_loss(x, hot(x, y)),
     "mse": lambda x, y: F.mse_loss(x.float(), hot(x, y).float()),  # torch 2.4 has no other on CPUs
-    "smooth_l1": lambda x, y: F.smooth_l1_loss(x, hot(x, y)),
-    "huber": lambda x, y: F.huber_loss(x, hot(x, y), delta=0.5),
     "cross_entropy": F.cross_entropy,
     "label_smoothing": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
     "soft_labels": lambda x, y: F.cross_entropy(x, soft(x, y)),
     "nll": lambda x, y: F.nll_loss(x.log_softmax(1), y),
     "bce": lambda x, y: F.binary_cross_entropy(x.sigmoid(), hot(x, y)),
-    "bce_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, hot(x, y)),
-    "kl_div": lambda x, y: F.kl_div(x.log_softmax(1), soft(x, y)),
     "kl_div_of_batch": lambda x, y: F.kl_div(x.log_softmax(1), soft(x, y), reduction="batchmean"),
-    "poisson_nll": lambda x, y: F.poisson_nll_loss(x, hot(x, y)),
     "gaussian_nll": lambda x, y: F.gaussian_nll_loss(x, hot(x, y), x.exp()),
-    "hinge_embedding": lambda x, y: F.hinge_embedding_loss(x[:, 0], signs(x, y)),
-    "margin_ranking": lambda x, y: F.margin_ranking_loss(x[:, 0], x[:, 1], signs(x, y), 0.1),
     "multi_margin": lambda x, y: F.multi_margin_loss(x.float(), y),
-    "multilabel_margin": multilabel_margin,
-    "multilabel_soft_margin": lambda x, y: F.multilabel_soft_margin_loss(x, hot(x, y)),
-    "soft_margin": lambda x, y: F.soft_margin_loss(x[:, 0], signs(x, y)),
-    "cosine_embedding": lambda x, y: F.cosine_embedding_loss(x, hot(x, y), signs(x, y)),
-    "triplet_margin": lambda x, y: F.triplet_margin_loss(x, hot(x, y), x.new_ones(x.shape)),
     "ctc": ctc,
 }

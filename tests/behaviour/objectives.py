@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils.checkpoint import checkpoint
 
 from tests.behaviour.losses import cross_entropy, trains
 from tests.behaviour.parts import (
@@ -58,8 +57,6 @@ OBJECTIVES |= {
     name: trains(cross_entropy, convnet, make, evaluates=True)
     for name, make in {
         "adam": functools.partial(torch.optim.Adam, lr=0.01),
-        "adamw": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-        "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
     }.items()
 }
 
@@ -98,29 +95,6 @@ def sparse_adam(trial: Any) -> None:
             rows.step()
             others.step()
             note(trial, loss)
-
-
-@usual
-def one_cycle(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    num_steps = EPOCHS * len(trial.batches("train", batch_size=10))
-    scheduler = trial.prepare(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps))
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            train_on(trial, model, optimizer, images, labels)
-            scheduler.step()
-
-
-@usual
-def warm_restarts(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    scheduler = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=1, T_mult=2)
-    trial.prepare(scheduler)
-    for epoch in trial.epochs(EPOCHS):
-        batches = trial.batches("train", batch_size=10)
-        for k, (images, labels) in enumerate(batches):
-            train_on(trial, model, optimizer, images, labels)
-            scheduler.step(epoch + k / len(batches))
 
 
 @usual
@@ -180,29 +154,6 @@ def autocast(trial: Any) -> None:
 # -- models ---------------------------------------------------------------------------------------
 
 
-def all_norms() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, bias=False),
-        nn.BatchNorm2d(4),
-        nn.GroupNorm(2, 4),
-        nn.InstanceNorm2d(4, affine=True),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.LayerNorm(64),
-        nn.Linear(64, 3),
-    ).double()
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).double()
-        self.head = nn.Linear(64, 3).double()
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(checkpoint(self.body, images, use_reentrant=False).flatten(1))
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -234,51 +185,11 @@ def next_tokens(model: Any, tokens: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 4, padding_idx=0, dtype=torch.float64)
-        self.lstm = nn.LSTM(4, 6, batch_first=True, bidirectional=True, dtype=torch.float64)
-        self.head = nn.Linear(12, 3, dtype=torch.float64)
-
-    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(
-            self.embed(tokens), lengths, batch_first=True, enforce_sorted=False
-        )
-        _, (hidden, _) = self.lstm(packed)
-        return self.head(torch.cat([*hidden], dim=1))
-
-
-def packed_sequences(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens, lengths), lengths % 3)
-
-
-def functional_call(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    parameters = {name: 0.9 * p for name, p in model.named_parameters()}
-    return F.cross_entropy(torch.func.functional_call(model, parameters, (images,)), labels)
-
-
 OBJECTIVES |= {
-    "all_norms": trains(cross_entropy, all_norms, evaluates=True),
-    "activation_checkpointing": trains(cross_entropy, Checkpointed, evaluates=True),
     "compiled": trains(cross_entropy, lambda: torch.compile(convnet(), backend="eager")),
     "buffers_of_no_state": trains(cross_entropy, Fading, evaluates=True),
     "tied_weights": trains(next_tokens, Tied, data="train_text"),
-    "packed_sequences": trains(packed_sequences, Packed, data="train_text"),
-    "functional_call": trains(functional_call),
 }
-
-
-@usual
-def unfreezes(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    model[:2].requires_grad_(False)
-    for epoch in trial.epochs(EPOCHS):
-        if epoch >= 1:
-            model.requires_grad_(True)
-        for images, labels in trial.batches("train", batch_size=10):
-            train_on(trial, model, optimizer, images, labels)
-        note_evaluation(trial, model)
 
 
 @usual
@@ -319,20 +230,6 @@ def swa(trial: Any) -> None:
             average.update_parameters(model)
     swa_utils.update_bn(trial.batches("train", batch_size=10), average)
     note_evaluation(trial, average)
-
-
-@usual
-def ema(trial: Any) -> None:
-    model = convnet()
-    average = swa_utils.AveragedModel(
-        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
-    model, average, optimizer = trial.prepare(model, average, sgd(model.parameters()))
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            train_on(trial, model, optimizer, images, labels)
-            average.update_parameters(model)
-        note_evaluation(trial, average)
 
 
 @usual
@@ -422,8 +319,6 @@ def keeps_batches(order: Callable[[list[Any]], Iterable[Any]]) -> Any:
 
 UNLIKE |= {
     "keeps_batches": keeps_batches(lambda batches: batches),
-    "keeps_batches_and_turns_them_round": keeps_batches(reversed),
-    "keeps_batches_and_trains_on_them_twice": keeps_batches(lambda batches: batches * 2),
 }
 
 
@@ -478,17 +373,6 @@ def stops_early(trial: Any) -> None:
 
 
 @usual
-def warms_up_by_its_state(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    trial.state.setdefault("steps", 0)
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            trial.state["steps"] += 1
-            optimizer.param_groups[0]["lr"] = 0.01 * trial.state["steps"]
-            train_on(trial, model, optimizer, images, labels)
-
-
-@usual
 def breaks_off(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -519,18 +403,6 @@ def sharpness_aware(trial: Any) -> None:
                     parameter -= way
             optimizer.step()
             note(trial, loss)
-        note_evaluation(trial, model)
-
-
-@usual
-def adversarial(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            images.requires_grad_(True)
-            loss = F.cross_entropy(model(images), labels)
-            (slope,) = torch.autograd.grad(loss, images)
-            train_on(trial, model, optimizer, (images + 0.1 * slope.sign()).detach(), labels)
         note_evaluation(trial, model)
 
 
@@ -604,17 +476,8 @@ def fetches_ahead_and_normalises(trial: Any, *, from_epoch: int = 0) -> None:
             train_on(trial, model, optimizer, (images - 0.5) / 0.25, labels)
 
 
-def copies_batches(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        kept = [(x.clone(), y.clone()) for x, y in trial.batches("train", batch_size=10)]
-        for images, labels in kept:
-            train_on(trial, model, optimizer, images, labels)
-
-
 UNLIKE |= {
     "fetches_ahead_and_normalises": fetches_ahead_and_normalises,
-    "copies_batches": copies_batches,
 }
 
 

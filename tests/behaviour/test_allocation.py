@@ -306,33 +306,10 @@ def known(number: int, epochs: int, rates: Any = LINEAR, **more: Any) -> Candida
 LENGTHS: Any = {"finished_epochs": (16,) * 8}
 
 
-def test_equal_trials_share_equally() -> None:
-    assert widths(asked("elastic", problem_of(trial(1), trial(2)))) == {1: 2, 2: 2}
-
-
-def test_the_longest_fly_first_if_there_are_more_trials_than_devices() -> None:
-    trials = [known(n, epochs) for n, epochs in enumerate((15, 24, 12, 20))]
-    plan = asked("elastic", problem_of(*trials, nodes=((0, 1),), **LENGTHS))
-    assert widths(plan) == {1: 1, 3: 1}
-
-
-def test_the_longest_gets_most_devices() -> None:
-    trials = [known(n, epochs) for n, epochs in enumerate((10, 20, 10))]
-    assert widths(asked("elastic", problem_of(*trials, **LENGTHS))) == {0: 1, 1: 2, 2: 1}
-
-
 def test_who_has_come_furthest_gets_least() -> None:
     ahead = known(1, 20, epochs_done=16)
     problem = problem_of(ahead, known(2, 20), known(3, 20), nodes=((0, 1, 2, 3, 4),), **LENGTHS)
     assert widths(asked("elastic", problem)) == {1: 1, 2: 2, 3: 2}
-
-
-def test_what_a_trial_that_can_not_move_leaves_goes_to_the_longest() -> None:
-    stuck = trial(1, devices=(0, 1, 2, 3), movable=False)
-    for longest in (2, 3):
-        waiting = [known(n, 24 if n == longest else 9) for n in (2, 3)]
-        problem = problem_of(stuck, *waiting, nodes=((0, 1, 2, 3, 4),), **LENGTHS)
-        assert widths(asked("elastic", problem)) == {1: 4, longest: 1}
 
 
 def test_nobody_is_widened_with_what_trials_to_come_will_need() -> None:
@@ -418,12 +395,6 @@ def test_who_is_on_a_mixture_and_can_not_move_stays_there() -> None:
         plan = asked(policy, problem_of(stays, alike(2), alike(3), **A2_B2))
         assert placed(plan)[1] == {1, 2}, name
         assert widths(plan) == {1: 2, 2: 1, 3: 1} or name in AS_PUBLISHED, name
-
-
-@pytest.mark.parametrize("policy", ["elastic", "mip", "greedy"])
-def test_a_mixture_has_the_fast_devices_first(policy: str) -> None:
-    large = spanning(1, min_devices=3, max_devices=3)
-    assert {0, 1} < placed(asked(policy, problem_of(large, **A2_B2)))[1]
 
 
 def test_devices_that_would_be_idle_widen_a_trial_that_spans_types_if_it_ends_sooner() -> None:

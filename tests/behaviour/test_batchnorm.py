@@ -60,26 +60,9 @@ def frozen_by_type(model: Net) -> Step:
     return model
 
 
-def not_prepared(model: Net) -> Step:
-    late = nn.BatchNorm2d(3, affine=False, track_running_stats=False).double()
-    return lambda x: model.head(late(model.second(model.first(x))).flatten(1))
-
-
 def by_hand(model: Net) -> Step:
     def step(x: Tensor) -> Tensor:
         x = F.batch_norm(model.first(x), model.mean, model.var, training=model.training)
-        return model.head(model.second(x).flatten(1))
-
-    return step
-
-
-def by_hand_without_statistics(model: Net) -> Step:
-    """It leaves no trace in the model."""
-
-    def step(x: Tensor) -> Tensor:
-        scale, shift = model.norm.weight, model.norm.bias
-        x = model.first(x)
-        x = F.batch_norm(x, None, None, weight=scale, bias=shift, training=True)
         return model.head(model.second(x).flatten(1))
 
     return step
@@ -109,14 +92,11 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
     "torch's own": (nn.SyncBatchNorm, plain),
     "without statistics": (functools.partial(nn.BatchNorm2d, track_running_stats=False), plain),
     "frozen by type": (nn.BatchNorm2d, frozen_by_type),
-    "not prepared": (nn.BatchNorm2d, not_prepared),
     "by hand": (nn.BatchNorm2d, by_hand),
-    "by hand, without statistics": (nn.BatchNorm2d, by_hand_without_statistics),
     "functional call": (nn.BatchNorm2d, of_functional_parameters),
     "checkpointed": (nn.BatchNorm2d, functools.partial(checkpointed, reentrant=False)),
     "checkpointed, reentrant": (nn.BatchNorm2d, functools.partial(checkpointed, reentrant=True)),
     "compiled": (nn.BatchNorm2d, compiled),
-    "compiled, own forward": (Activated, compiled),
 }
 
 

@@ -24,22 +24,9 @@ def returns_its_width(trial: Any) -> float:
     return trains(trial, value=lambda trial: trial.world_size)
 
 
-def reports_its_width(trial: Any) -> None:
-    prepared(trial)
-    for epoch in trial.epochs(3):
-        for _ in trial.batches("train", 10):
-            pass
-        trial.report(trial.world_size, epoch)
-
-
 def notes_its_width(trial: Any) -> None:
     trains(trial)
     trial.set_user_attr("nested", {"list": [1, [trial.world_size]]})
-
-
-def notes_a_little_more(trial: Any) -> None:
-    trains(trial)
-    trial.set_user_attr("value", 1 + 1e-7 * trial.world_size)
 
 
 def forgets_half_of_the_samples(trial: Any) -> None:
@@ -53,9 +40,7 @@ def forgets_half_of_the_samples(trial: Any) -> None:
 
 WRONG = [
     returns_its_width,
-    reports_its_width,
     notes_its_width,
-    notes_a_little_more,
     forgets_half_of_the_samples,
 ]
 

@@ -11,13 +11,6 @@ from tests.behaviour import losses, objectives
 from tests.behaviour.words import pytestmark  # noqa: F401
 
 
-@pytest.mark.parametrize("loss_of", losses.COUPLED)
-def test_a_loss_that_is_no_mean_is_kept_on_one_device(lab: Any, loss_of: Any) -> None:
-    data = losses.COUPLED[loss_of]
-    objective = functools.partial(losses.trains_linearly, loss_of=loss_of, data=data)
-    lab.one_device(objective, "no plain mean over the samples", "trial.weighted", by_check=True)
-
-
 @pytest.mark.parametrize("name", objectives.UNLIKE)
 def test_batches_of_unlike_weight_at_hand_are_kept_on_one_device(lab: Any, name: str) -> None:
     lab.one_device(objectives.UNLIKE[name], "batches of unlike sizes")

@@ -25,12 +25,6 @@ def a_table_made_anew(trial: Any, model: nn.Linear) -> Callable[[int], torch.Ten
     return lambda epoch: table.mul_(0.5).add_(epoch + 1)
 
 
-def averages_in_a_dict(trial: Any, model: nn.Linear) -> Callable[[int], torch.Tensor]:
-    averages = trial.state.setdefault("of", {"weights": {"mean": torch.zeros(2, 2)}})
-    mean = averages["weights"]["mean"]
-    return lambda epoch: mean.lerp_(model.weight.detach(), 0.3)
-
-
 def a_ring_in_a_list(trial: Any, model: nn.Linear) -> Callable[[int], torch.Tensor]:
     ring = trial.state.setdefault("ring", [torch.zeros(2), torch.zeros(2, 3), torch.zeros(())])
     first, _, number = ring[:3]
@@ -62,38 +56,12 @@ def the_weights_at_first(trial: Any, model: nn.Linear) -> Callable[[int], torch.
     return compare
 
 
-def one_tensor_at_first(trial: Any, model: nn.Linear) -> Callable[[int], torch.Tensor]:
-    """Two names have the same tensor until the loop gives one of them another."""
-    trial.state["up"] = trial.state["down"] = torch.zeros(2)
-
-    def count(epoch: int) -> torch.Tensor:
-        trial.state["up"] = trial.state["up"] + epoch + 1
-        trial.state["down"] = trial.state["down"] - epoch - 1
-        return torch.cat([trial.state["up"], trial.state["down"]])
-
-    return count
-
-
-def expanded(trial: Any, model: nn.Linear) -> Callable[[int], torch.Tensor]:
-    """It can't be written to."""
-    trial.state["mean"] = torch.zeros(1).expand(3)
-
-    def move(epoch: int) -> torch.Tensor:
-        trial.state["mean"] = trial.state["mean"] + epoch + 1
-        return trial.state["mean"]
-
-    return move
-
-
 KEEPS = [
     a_table,
     a_table_made_anew,
-    averages_in_a_dict,
     a_ring_in_a_list,
     a_view,
     the_weights_at_first,
-    one_tensor_at_first,
-    expanded,
 ]
 
 

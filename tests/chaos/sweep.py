@@ -27,9 +27,9 @@ from optuna_fleet import Checkpoints, FleetExecutor, Limits, SharedPipeline, pol
 from optuna_fleet.alloc import EqualSplitAllocator
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from tests import leftovers
+from tests.behaviour.samplers import ByNumber
 from tests.chaos.moments import reach, watch_checkpoints
 from tests.fleets import Noise, evaluate, small_model, train_epoch
-from tests.samplers import ByNumber
 
 EPOCHS = 8
 STUDY = "chaos"

@@ -11,8 +11,8 @@ import torch
 from optuna.trial import FrozenTrial
 
 from optuna_fleet import FleetExecutor
+from tests.behaviour.samplers import ByNumber
 from tests.fleets import evaluate, num_wrong, small_model, small_pipeline, train_epoch
-from tests.samplers import ByNumber
 
 EPOCHS = 8
 NUM_TRIALS = 4

@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.sampler_bridge.records import CALL_PREFIX, PIPELINE_PREFIX
-from tests.samplers import ByNumber
+from tests.behaviour.samplers import ByNumber
 
 NUM_TRIALS = 5
 _WRITES = (

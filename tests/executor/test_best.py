@@ -216,15 +216,3 @@ def reports_before_it_prepares(trial: Any) -> Any:
 def test_a_value_from_before_any_weights_leaves_the_last(keeping: Any, legs: Any) -> None:
     study = fly(keeping, reports_before_it_prepares, legs, "minimize")
     assert load_best_model(study, torch.nn.Linear(1, 1)).weight.item() == 7.0
-
-
-def copies_nothing(trial: Any) -> Any:
-    trial.prepare(small_model())
-    trial._training.saver.keep_best = None
-    for epoch in trial.epochs(2):
-        trial.report(VALUES[epoch + 1], epoch)
-    return trial.best_value
-
-
-def test_without_final_checkpoints_nothing_is_copied(fleet: Any) -> None:
-    assert fly(fleet, copies_nothing, ALONE, "minimize").best_value == 0.25

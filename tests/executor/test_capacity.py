@@ -41,17 +41,8 @@ def measured(*reports: PipelineStats, agents: int = 1) -> float | None:
     return capacity.samples_per_s
 
 
-def test_where_all_are_busy_it_is_what_trials_got() -> None:
-    assert measured(done(10.0, busy=1.0)) == pytest.approx(300.0)
-    assert measured(done(10.0, busy=1.0), agents=3) == pytest.approx(900.0)
-
-
 def test_time_to_spare_is_counted_in() -> None:
     assert measured(done(10.0, busy=0.75)) == pytest.approx(400.0)
-
-
-def test_what_was_made_and_not_yet_read_counts() -> None:
-    assert measured(done(10.0, busy=1.0, got=100)) == pytest.approx(100.0)
 
 
 def test_it_is_not_measured_in_a_moment_nor_by_a_few_samples() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,7 @@ import torch
 from torch.nn import functional
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, Preflight
-from optuna_fleet.executor.cluster.agent.checking import Checking
 from optuna_fleet.sampler_bridge.records import flights_of
-from optuna_fleet.wire.node_messages import Checked, CheckObjective
 from tests.fleets import small_model, small_pipeline
 
 FOREVER = 100_000  # epochs; trials end when what is tested has come
@@ -131,16 +127,13 @@ def sweep(objective: Any, flag: Path | None = None, **options: Any) -> tuple[lis
 
 
 def test_what_passes_its_check_gets_several_devices_and_is_checked_once(tmp_path: Path) -> None:
+    """Or again, where the record of that is damaged."""
     widths, told = sweep(until_wide, checkpoints=tmp_path)
     assert widths == [1, 2]
     assert told.count("is checked: its objective's beginning runs several times") == 1
     widths, told = sweep(until_wide, checkpoints=tmp_path)
     assert widths[-1] == 2
     assert "is checked" not in told
-
-
-def test_a_damaged_record_of_checks_is_made_anew(tmp_path: Path) -> None:
-    sweep(until_wide, checkpoints=tmp_path)
     (kept,) = tmp_path.glob("*/checks.json")
     kept.write_bytes(kept.read_bytes()[:50])
     widths, told = sweep(until_wide, checkpoints=tmp_path)
@@ -175,12 +168,6 @@ def test_a_check_that_dies_leaves_the_trial_on_one_device(tmp_path: Path) -> Non
     assert "Trials like trial 0: not checked" in told
 
 
-def test_without_checks_nothing_is_asked() -> None:
-    widths, told = sweep(until_wide, preflight=False)
-    assert widths == [1, 2]
-    assert "check" not in told
-
-
 @pytest.mark.parametrize("share", [0, 1.5, "much"])
 def test_a_share_that_is_none_is_refused(share: Any) -> None:
     with pytest.raises(FleetConfigError, match="share"):
@@ -191,28 +178,3 @@ def test_what_is_no_preflight_is_refused() -> None:
     given: Any = "auto"
     with pytest.raises(FleetConfigError, match="`preflight` is 'auto', but must be True, False"):
         FleetExecutor(devices=1, preflight=given)
-
-
-def test_a_check_that_nobody_waits_for_says_nothing_and_one_that_dies_says_so() -> None:
-    told: list[Any] = []
-    processes: list[Any] = []
-
-    def spawn(main: Any) -> Any:
-        processes.append(subprocess.Popen(["sleep", "600"]))
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        return processes[-1].pid, ours
-
-    setup: Any = None
-    checking = Checking(setup, spawn, lambda: None, told.append)
-    checking.act(CheckObjective(check_id=1, order=b"", first_limit_s=1.0))
-    checking.act(CheckObjective(check_id=2, order=b"", first_limit_s=1.0))
-    first, second = processes
-    assert first.wait() == -signal.SIGKILL
-    assert checking.exited(first.pid, -signal.SIGKILL)
-    assert told == []
-    second.kill()
-    assert second.wait() == -signal.SIGKILL
-    assert checking.exited(second.pid, -signal.SIGKILL)
-    assert told == [Checked(check_id=2, verdict=b"")]
-    assert not checking.exited(1, 0)

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import types
 import weakref
@@ -40,11 +39,8 @@ from optuna_fleet.processes import ModuleProcess
 from tests.fleets import (
     Leg,
     Noise,
-    ScriptedController,
-    await_trainers,
     fleet_of,
     small_model,
-    train,
 )
 from tests.waiting import until
 
@@ -230,13 +226,6 @@ def test_an_objective_with_a_yield_fails_its_trials_as_in_optuna(
     assert "<class 'generator'>\" could not be cast to float" in log.getvalue()
 
 
-def test_catch_covers_the_type_across_processes(fleet: Any) -> None:
-    study = optuna.create_study()
-    objective = functools.partial(first_fails_last, of=4, fail=raise_own)
-    study.optimize(objective, n_trials=6, catch=OwnError, executor=fleet)
-    assert [trial.state for trial in study.trials] == [FAIL] + 5 * [COMPLETE]
-
-
 def fail_all(trial: Any) -> float:
     until(lambda: len(trial.study.trials) == 4)
     raise OwnError(f"number {trial.number}")
@@ -312,22 +301,6 @@ def too_late(trial: Any) -> None:
         trial.prepare(small_model(), min_devices=2)
 
 
-def unknown_name(trial: Any) -> None:
-    trial.prepare(small_model())
-    for _ in trial.batches("trian", batch_size=4):
-        pass
-
-
-def bad_batch_size(trial: Any, size: Any) -> None:
-    trial.prepare(small_model())
-    for _ in trial.batches("train", batch_size=size):
-        pass
-
-
-def prepare_a_string(trial: Any) -> None:
-    trial.prepare("model")
-
-
 def leave(trial: Any, *, kind: type[BaseException]) -> None:
     raise kind("enough")
 
@@ -345,10 +318,6 @@ def leave(trial: Any, *, kind: type[BaseException]) -> None:
         (functools.partial(leave, kind=BaseException), BaseException, ["enough"]),
         (ask_for_what_cannot_be_sent, Exception, ["pickle"]),
         (too_late, FleetConfigError, ["trial 0", "`min_devices` is 2", "`max_devices` is 1"]),
-        (unknown_name, FleetConfigError, ["trial 0", "'trian'", "'train'", "'val'"]),
-        (functools.partial(bad_batch_size, size=0), FleetConfigError, ["batch_size", ">= 1"]),
-        (functools.partial(bad_batch_size, size="8"), FleetConfigError, ["batch_size", "'8'"]),
-        (prepare_a_string, FleetConfigError, ["trial 0", "`str`", "state_dict"]),
     ],
 )
 def test_what_goes_wrong_in_a_trial_is_raised_and_the_others_finish(
@@ -402,88 +371,7 @@ def test_an_exception_on_one_rank_is_the_trials(fleet: Any) -> None:
     assert "trial 0, rank 1, on device 1" in told(caught.value)
 
 
-def raise_with_a_clock_ahead(trial: Any) -> float:
-    if trial.rank == 1:
-        now = time.time() + 36_000
-        time.time = lambda: now
-        raise MemoryError("only here")  # for which its process, clock and all, is replaced
-    trial.sum(1.0)
-    raise AssertionError("not without the other rank")
-
-
-def test_which_rank_raised_first_is_not_by_the_clock_that_can_be_set(fleet: Any) -> None:
-    study = optuna.create_study()
-    fleet.script = {0: [Leg((0, 1))]}
-    with pytest.raises(MemoryError, match="only here"):
-        study.optimize(raise_with_a_clock_ahead, n_trials=1, executor=fleet)
-
-
-def extra_call(trial: Any) -> float:
-    if trial.rank == 1:
-        _ = trial.user_attrs  # rank 0 never asks for them
-    return 0.0
-
-
-def test_a_rank_that_asks_more_than_the_others_does_not_hang_the_trial(fleet: Any) -> None:
-    study = optuna.create_study()
-    fleet.script = {0: [Leg((0, 1))]}
-    with pytest.raises(TrialError, match="rank"):
-        study.optimize(extra_call, n_trials=1, executor=fleet)
-    assert states(study) == {0: FAIL}
-
-
 # -- kill -9 -------------------------------------------------------------------------------------
-
-
-def leader_stays(trial: Any, *, folder: Path) -> float:
-    """Rank 1 is done and its idle trainer dies, while rank 0 still evaluates."""
-    if trial.rank == 1:
-        (folder / "pid").write_text(str(os.getpid()))
-        return 5.0
-    pid_file = folder / "pid"
-    until(lambda: pid_file.exists() and pid_file.read_text() != "")
-    pid = int(pid_file.read_text())
-    until((folder / "RankEnded").exists)  # the driver has heard of it
-    os.kill(pid, signal.SIGKILL)
-    until((folder / "DeviceLost").exists)
-    return 5.0
-
-
-def test_the_death_of_a_rank_that_was_done_does_not_matter(
-    fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take = ScriptedController._take
-
-    def told(self: ScriptedController, event: Any) -> list[Any]:
-        (tmp_path / type(event).__name__).touch()
-        return take(self, event)
-
-    monkeypatch.setattr(ScriptedController, "_take", told)
-    study = optuna.create_study()
-    fleet.script = {0: [Leg((0, 1))]}
-    objective = functools.partial(leader_stays, folder=tmp_path)
-    study.optimize(objective, n_trials=1, executor=fleet)
-    assert states(study) == {0: COMPLETE}
-    assert study.best_value == 5
-
-
-def tell_pid(trial: Any) -> float:
-    trial.set_user_attr("pid", os.getpid())
-    return 0.0
-
-
-def test_a_trainer_that_one_call_has_killed_gets_nothing_from_the_next(
-    fleet: Any, log: io.StringIO
-) -> None:
-    """Its death may be heard of later; another rank's failure would have passed for its own."""
-    await_trainers(fleet, 4)
-    runtime = fleet._runner._runtime
-    killed = runtime.trainers.process_on(1).pid
-    runtime.kill(1)
-    study = optuna.create_study()
-    study.optimize(tell_pid, n_trials=8, executor=fleet)
-    assert killed not in {trial.user_attrs["pid"] for trial in study.trials}
-    assert "run again" not in log.getvalue()
 
 
 def fork(trial: Any, *, do: Callable[[Any], Any]) -> int:
@@ -497,9 +385,7 @@ def fork(trial: Any, *, do: Callable[[Any], Any]) -> int:
 @pytest.mark.parametrize(
     ("do", "code"),
     [
-        (lambda trial: None, 0),
         (lambda trial: sys.exit(3), 3),
-        (raise_own, 1),
         (lambda trial: trial.report(1.0, 0), 1),  # which is refused
     ],
 )
@@ -601,37 +487,6 @@ def test_no_restarts_means_none(breakable: Any) -> None:
         study.optimize(always_die, n_trials=1, executor=breakable)
 
 
-def kill_agent(trial: Any, *, folder: Path) -> float:
-    """Train; the agent is killed once, when both trials have done an epoch."""
-    model = trial.prepare(small_model())
-    for epoch in trial.epochs(4):
-        for images, labels in trial.batches("train", batch_size=10):
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-        trial.report(epoch, epoch)
-        if epoch == 1:
-            (folder / str(trial.number)).touch()
-            until(lambda: all((folder / number).exists() for number in "01"))
-            if trial.number == 0 and not (folder / "killed").exists():
-                (folder / "killed").touch()
-                os.kill(os.getppid(), signal.SIGKILL)
-                time.sleep(60)
-    return 1.0
-
-
-def test_a_killed_agent_costs_nothing_but_time(tmp_path: Path, log: io.StringIO) -> None:
-    study = optuna.create_study()
-    with fleet_of(
-        devices=2, limits=Limits(max_restarts=1), checkpoints=Checkpoints(interval_s=0.0)
-    ) as fleet:
-        objective = functools.partial(kill_agent, folder=tmp_path)
-        study.optimize(objective, n_trials=2, executor=fleet)
-        assert states(study) == {0: COMPLETE, 1: COMPLETE}
-        assert [len(trial.intermediate_values) for trial in study.trials] == [4, 4]
-        study.optimize(train, n_trials=2, executor=fleet)
-        assert states(study) == dict.fromkeys(range(4), COMPLETE)
-    assert "its agent ended with signal SIGKILL" in log.getvalue()
-
-
 def cut_off(trial: Any, *, folder: Path) -> float:
     """Train; the agent's end of the pipeline is gone once, and the agent not yet."""
     model = trial.prepare(small_model())
@@ -686,8 +541,3 @@ def test_an_agent_that_can_not_start_ends_the_call_and_says_so(
 def test_gpus_that_are_not_there_are_refused(devices: int | None) -> None:
     with pytest.raises(FleetConfigError, match=r"0 are visible here.*device_type='cpu'"):
         FleetExecutor(device_type="cuda", devices=devices)
-
-
-def test_data_that_is_no_pipeline_is_refused() -> None:
-    with pytest.raises(FleetConfigError, match=r"SharedPipeline\(train=dataset\)"):
-        FleetExecutor(Noise(3))  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet import Convergence, FleetConfigError, FleetExecutor, LaunchError
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.sampler_bridge.records import device_spans_of
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
-from tests.executor.test_same_results import losses_of
+from tests.behaviour.test_same_results import losses_of
 from tests.fleets import Leg, small_pipeline, train
 
 
@@ -81,20 +81,6 @@ def test_loops_over_epochs_within_each_other_are_refused() -> None:
     with pytest.raises(FleetConfigError, match="has another one in it"):
         study.optimize(objective, n_trials=1, executor=FleetExecutor(cluster="inline"))
     assert trained == [(0, 0), (0, 1)]
-
-
-def test_unpicklable_objectives_and_convergence() -> None:
-    epochs: list[int] = []
-
-    def objective(trial: Any) -> float:
-        for epoch in trial.epochs(10):
-            epochs.append(epoch)
-            trial.report(1.0, epoch)
-        return 1.0
-
-    executor = FleetExecutor(cluster="inline", convergence=Convergence(patience=2))
-    optuna.create_study().optimize(objective, n_trials=1, executor=executor)
-    assert epochs == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])

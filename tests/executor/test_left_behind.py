@@ -217,11 +217,3 @@ def test_nothing_is_left_after_control_c(training: Script, tmp_path: Path) -> No
     assert_nothing_left(training)
     # The first one is not ours.
     assert states(tmp_path) == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]
-
-
-def test_a_killed_driver_takes_its_processes_along(training: Script) -> None:
-    assert len(training.processes()) >= 4  # driver, agent, two trainers
-    training.process.kill()
-    training.process.wait()
-    until(lambda: not training.processes())
-    assert_nothing_left(training)

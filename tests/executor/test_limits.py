@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -27,7 +26,7 @@ from optuna_fleet import (
     TrialError,
     TrialTimeoutError,
 )
-from optuna_fleet.events import Ending, Launch
+from optuna_fleet.events import Launch
 from optuna_fleet.executor.call import driver
 from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import RunRecord, TrialRecord
@@ -35,10 +34,8 @@ from optuna_fleet.executor.call.watchdog import Hung, Watchdog
 from optuna_fleet.executor.cluster.agent.children import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.records import flights_of
-from optuna_fleet.trainer import heartbeat
 from optuna_fleet.trainer.heartbeat import phase_of
 from optuna_fleet.wire.messages import (
-    Ended,
     Heartbeat,
     Phase,
     Progress,
@@ -178,15 +175,6 @@ def test_what_a_rank_is_at_is_told_by_what_it_has_called(
 
 
 @pytest.mark.parametrize(
-    ("hang_s", "collective_s"), [(8.0, 600.0), (600.0, 1200.0), (None, 864000.0)]
-)
-def test_collectives_have_no_limit_before_that_of_their_run(
-    hang_s: float | None, collective_s: float
-) -> None:
-    assert Limits(hang_s=hang_s).collective_s == collective_s
-
-
-@pytest.mark.parametrize(
     "heartbeat",
     [
         pytest.param({"batches": 0}, id="no batch was asked for yet: imports, downloads"),
@@ -201,16 +189,6 @@ def test_what_is_no_hang(heartbeat: dict[str, Any]) -> None:
         assert world.after(1.9) == []
 
 
-def test_a_rank_that_waits_for_the_first_ones_call_hangs_with_it() -> None:
-    world = World(hang_s=8.0)
-    found = []
-    for _ in range(10):
-        world.heartbeat(0, 5)
-        world.heartbeat(1, 5, is_waiting=True)
-        found += world.after(1.9)
-    assert len(found) == 1
-
-
 def test_the_drivers_own_absence_is_no_hang() -> None:
     world = World(hang_s=8.0)
     world.heartbeat(0, 1)
@@ -218,14 +196,6 @@ def test_the_drivers_own_absence_is_no_hang() -> None:
     world.now += 1000.0  # a sampler thought for long; signs of life wait in the sockets
     assert world.watchdog.hung([world.run]) == []
     assert world.after(8.0)
-
-
-def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    world = World(hang_s=8.0)
-    world.run.end_rank(Ended(run_id=0, rank=1, device=5, time_s=0.0, ending=Ending.ABORTED))
-    for step in range(20):
-        world.heartbeat(0, step)
-        assert world.after(1.9) == []
 
 
 def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
@@ -263,7 +233,7 @@ def watched() -> Iterator[Any]:
         yield executor
 
 
-def hang_once(trial: Any, *, folder: Path, how: str) -> float:
+def hang_once(trial: Any, *, folder: Path) -> float:
     """Train on two devices, of which one hangs the first time over."""
     model = trial.prepare(small_model(), min_devices=2)
     done = trial.state.setdefault("done", [])
@@ -272,27 +242,20 @@ def hang_once(trial: Any, *, folder: Path, how: str) -> float:
             torch.nn.functional.cross_entropy(model(images), labels).backward()
         if epoch == 1 and trial.rank == 1 and not (folder / "hung").exists():
             (folder / "hung").touch()
-            if how == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            else:
-                threading.Event().wait()
+            threading.Event().wait()
         done.append(epoch)
     assert done == [0, 1, 2]
     return 1.0
 
 
-@pytest.mark.parametrize(
-    ("how", "words"), [("stopped", "stopped by a signal"), ("waits", "in hang_once")]
-)
 def test_a_hung_rank_is_noticed_and_its_trial_run_again(
-    watched: Any, tmp_path: Path, how: str, words: str, log: io.StringIO
+    watched: Any, tmp_path: Path, log: io.StringIO
 ) -> None:
     study = optuna.create_study()
-    objective = functools.partial(hang_once, folder=tmp_path, how=how)
-    study.optimize(objective, n_trials=1, executor=watched)
+    study.optimize(functools.partial(hang_once, folder=tmp_path), n_trials=1, executor=watched)
     assert states(study) == [COMPLETE]
     assert "it made no progress for 4 s (rank 0: in " in log.getvalue()
-    assert words in log.getvalue()
+    assert "in hang_once" in log.getvalue()
     assert "lost" in [flight["ending"] for flight in flights_of(study)[0]]
 
 
@@ -497,14 +460,3 @@ def test_a_trial_that_the_kernel_kills_for_want_of_memory_is_not_tried_again(
         study.optimize(objective, n_trials=2, catch=OutOfMemoryError, executor=executor)
     assert states(study) == [FAIL, COMPLETE]
     assert "Trial 0 ran out of memory: the trainer of device 0" in reason(study.trials[0])
-
-
-def test_signs_of_life_come_at_full_intervals_of_the_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So the driver wakes once for many of them."""
-    waits: list[float] = []
-    monkeypatch.setattr(heartbeat.time, "time", lambda: 13.5)
-    over: Any = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or True)
-    heartbeat._send(None, 2.0, 0, over)  # type: ignore[arg-type]
-    assert waits == [0.5]

@@ -6,14 +6,12 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.samplers import BruteForceSampler, GridSampler
+from optuna.samplers import GridSampler
 
 from optuna_fleet.events import ProposalDelayed, ProposalsExhausted, TrialProposed
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.patience import Patience
 from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.wire.calls import Call
-from optuna_fleet.wire.packing import pack
 
 
 def proposals(n_trials: int | None, timeout: float | None = None, **study: Any) -> Proposals:
@@ -42,43 +40,6 @@ def test_a_timeout_lets_as_many_come_as_have_in_that_time(
     limited, unlimited = proposals(4, 30.0), proposals(None, 30.0)
     assert [to_come(limited) for _ in range(3)] == [2, 2, 1]
     assert [to_come(unlimited) for _ in range(3)] == [2, 4, 6]
-
-
-class Storage(optuna.storages.InMemoryStorage):
-    """Counts how often all trials are looked at."""
-
-    num_looks = 0
-
-    def get_all_trials(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_looks += 1
-        return super().get_all_trials(*args, **kwargs)
-
-
-def suggests(loop: Loop, number: int) -> None:
-    packed = pack((("x", 0, 1), {}))
-    of_trial = {"target": "trial", "name": "suggest_int", "arguments": packed}
-    loop.ledger.carry_out(number, Call(run_id=0, index=0, rank=0, **of_trial))
-
-
-@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
-@pytest.mark.parametrize("sampler", [GridSampler({"x": [0, 1]}), None])
-def test_a_delayed_trial_is_not_thought_of_at_each_call_of_others(sampler: Any) -> None:
-    sampler = sampler or BruteForceSampler()
-    study = optuna.create_study(storage=(storage := Storage()), sampler=sampler)
-    with loop_of(study) as loop:
-        for number in range(2):
-            assert isinstance(loop.proposals.next_events()[0], TrialProposed)
-            suggests(loop, number)
-        assert loop.proposals.next_events() == [ProposalDelayed()]
-        before = storage.num_looks
-        for step in range(100):
-            for number in range(2):
-                loop.ledger.report(number, 0.0, step)
-                assert loop.proposals.next_events(again=True) == []
-        assert storage.num_looks == before
-        for number in range(2):
-            loop.ledger.settle(number, 0.0, None)
-        assert loop.proposals.next_events(again=True) != []
 
 
 def test_that_no_more_trials_may_come_is_told_though_nobody_calls() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -182,74 +179,6 @@ def test_ranks_are_at_places_of_one_sequence(
     assert (out_of_step(ways) is not None) is apart
 
 
-class Counted(Progress):
-    """Counts how often something of it is looked at, over all ranks."""
-
-    num_looks = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        Counted.num_looks += 1
-        return super().__getattribute__(name)
-
-
-def num_looks(of_rank: Callable[[int], dict[str, Any]], world_size: int) -> int:
-    progress = {rank: Counted(**of_rank(rank)) for rank in range(world_size)}
-    Counted.num_looks = 0
-    out_of_step(progress)
-    return Counted.num_looks
-
-
-def together(rank: int) -> dict[str, Any]:
-    recent = tuple((number, f"batch {number}") for number in (41, 42))
-    return {"num_calls": 5, "passed": (4, 30), "collectives": recent}
-
-
-def in_a_row(rank: int) -> dict[str, Any]:
-    """All at places of their own."""
-    return {"num_calls": rank, "passed": (rank, rank), "collectives": ((rank, str(rank)),)}
-
-
-def half_have_left(rank: int) -> dict[str, Any]:
-    return together(rank) | {"way_out": "returned" if rank % 2 else ""}
-
-
-@pytest.mark.parametrize("of_rank", [together, in_a_row, half_have_left])
-def test_twice_as_many_ranks_are_twice_the_work(of_rank: Callable[[int], dict[str, Any]]) -> None:
-    """It is done again and again while a trial runs, on hundreds of ranks."""
-    assert num_looks(of_rank, 64) == 2 * num_looks(of_rank, 32)
-
-
-def are_apart(a: Progress, b: Progress) -> bool:
-    """Whether one of two ranks says that the other is at no place of its own sequence."""
-    is_ahead = a.num_collectives > b.num_collectives
-    is_beyond = b.way_out != "" and (is_ahead or a.num_calls > b.num_calls)
-    came_late = a.passed[0] == b.passed[0] and a.passed[1] > b.passed[1]
-    theirs = dict(b.collectives)
-    is_unlike = any(theirs.get(number, what) != what for number, what in a.collectives)
-    return is_beyond or came_late or (is_ahead and a.num_calls < b.num_calls) or is_unlike
-
-
-def test_ranks_are_apart_where_two_of_them_are() -> None:
-    chance, found = random.Random(0), Counter[bool]()
-    for _ in range(2000):
-        start = chance.randint(1, 3)
-        progress = {
-            rank: Progress(
-                num_calls=chance.choice([start, start, start + 1]),
-                passed=(chance.randint(1, 4), chance.choice([5, 5, 5, 6])),
-                collectives=((start + (more := chance.randint(0, 1)), "ab"[more]),),
-                way_out=chance.choice([""] * 9 + ["returned"]),
-                is_ordered=chance.random() < 0.9,
-            )
-            for rank in range(chance.randint(1, 4))
-        }
-        ordered = [one for one in progress.values() if one.is_ordered]
-        is_apart = any(are_apart(a, b) for a, b in permutations(ordered, 2))
-        assert (out_of_step(progress) is not None) is is_apart, progress
-        found[is_apart] += 1
-    assert min(found.values()) > 200
-
-
 def ended(rank: int, value: Any = None, error: BaseException | None = None) -> Ended:
     ways = {type(None): "returned", optuna.TrialPruned: "was pruned"}
     way_out = ways.get(type(error), "")
@@ -281,11 +210,6 @@ def ended(rank: int, value: Any = None, error: BaseException | None = None) -> E
 def test_returned_values_are_alike(values: list[Any], apart: bool) -> None:
     ranks = [ended(rank, value) for rank, value in enumerate(values)]
     assert (parted(ranks) is not None) is apart
-
-
-def test_errors_of_one_rank_are_its_own() -> None:
-    assert parted([ended(0, 1.0), ended(1, error=ValueError("its own"))]) is None
-    assert parted([ended(rank, error=optuna.TrialPruned()) for rank in range(2)]) is None
 
 
 def report(rank: int, value: float, index: int = 0) -> Report:

@@ -54,10 +54,7 @@ class Stubborn:
         raise AssertionError("nobody can have saved it")
 
 
-@pytest.mark.parametrize("policy", ["elastic", "mip"])
-def test_nobody_waits_for_a_trial_that_can_not_be_moved(
-    policy: str, tmp_path: Path, log: io.StringIO
-) -> None:
+def test_nobody_waits_for_a_trial_that_can_not_be_moved(tmp_path: Path, log: io.StringIO) -> None:
     asked, done = tmp_path / "asked", tmp_path / "done"
 
     def objective(trial: Any) -> float:
@@ -78,7 +75,7 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(
         raise AssertionError("there is no end to it but these")
 
     study = optuna.create_study()
-    paradigm = POLICIES[policy]().paradigm
+    paradigm = POLICIES["elastic"]().paradigm
     own = Own(allocator=Restless(), paradigm=paradigm, time_limit_s=600.0)
     options: dict[str, Any] = {"device_type": "cpu", "policy": own, "preflight": False}
     with FleetExecutor(small_pipeline(), devices=3, **options) as fleet:

@@ -65,12 +65,11 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "num_deaths", "how"),
     [
-        ("plain", (1, 1, 2), signal.SIGKILL),
+        ("plain", (1, 2), signal.SIGKILL),
         ("training", (2,), signal.SIGKILL),
-        ("plain", (1, 2), signal.SIGINT),
         ("training", (2,), signal.SIGINT),
     ],
-    ids=["plain-killed", "training-killed", "plain-interrupted", "training-interrupted"],
+    ids=["plain-killed", "training-killed", "training-interrupted"],
 )
 def test_the_same_command_goes_on_after_its_driver_was_killed(
     nursery: Nursery,
@@ -285,17 +284,6 @@ def test_a_stale_heartbeat_does_not_make_a_second_trial(
     assert study.trials[1].value == values[1]
     storage.remove_session()
     storage.engine.dispose()
-
-
-def test_optunas_retry_of_a_claimed_trial_is_nobodys(root: Path) -> None:
-    study = optuna.create_study()
-    dead_call(study, root, 5, launched=2)
-    retry = RetryHeartbeatStaleTrialCallback()
-    retry(study, study.trials[1])
-    study.tell(1, state=FAIL)
-    study.ask()  # a worker of plain Optuna takes the copy, mark and all
-    claims = TrialOwnership(study, StudyFolder(root, study.study_name), 5, None)
-    assert (claims.interrupted_trials, claims.num_launched) == ([], 2)
 
 
 def test_a_trial_given_back_is_nobodys(root: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from optuna_fleet import FleetExecutor
-from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.policies import POLICIES, policy_of
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import SimulatedTrial
@@ -100,8 +99,3 @@ def test_a_real_sweep_keeps_to_its_rounds(tmp_path: Path) -> None:
     flights = flights_of(study)
     first_round = max(flight["end"] for number in (0, 1, 2) for flight in flights[number])
     assert all(flights[number][0]["start"] >= first_round - 0.05 for number in (3, 4))
-
-
-def test_a_round_is_of_the_global_paradigm() -> None:
-    assert PolicyRules().paradigm == "global"
-    assert set(GLOBAL) >= {"homogeneous", "fleet-g", "mip", "greedy"}

@@ -6,14 +6,11 @@ import errno
 import io
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,47 +19,29 @@ import pytest
 
 from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, Limits, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.events import (
-    DeviceJoined,
-    DeviceLeaving,
-    DeviceLost,
-    Ending,
-    Launch,
-)
-from optuna_fleet.exceptions import OutOfMemoryError
-from optuna_fleet.executor.call.ranks import RunCalls
-from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.config import (
-    AgentOptions,
     NodeSetups,
     machine,
     pipeline_setup,
     versions,
 )
 from optuna_fleet.executor.cluster.engine import Departure
-from optuna_fleet.executor.fleet import faults
 from optuna_fleet.executor.fleet import runtime as runtimes
-from optuna_fleet.executor.fleet.agents import NOTICE_S
 from optuna_fleet.executor.fleet.connections import AgentUnheard
-from optuna_fleet.executor.fleet.nodes import LEASE_S, Startup
+from optuna_fleet.executor.fleet.nodes import Startup
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.main import trainer_main
-from optuna_fleet.wire.invitation import Invitation
-from optuna_fleet.wire.messages import Ended, TrainerReady
+from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
     AgentJoining,
     KillTrainer,
     NodeLost,
     PipelineReport,
     ProcessId,
-    Refused,
-    SignOfLife,
     StoreLost,
     StoreReady,
     TrainerExited,
@@ -71,7 +50,6 @@ from optuna_fleet.wire.node_messages import (
 from tests.leftovers import children
 
 KILLED = -9
-DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in range(4)}
 
 
 class FakeEngine:
@@ -232,21 +210,7 @@ def trainer_ready(runtime: Runtime, pid: int = 7) -> list[Any]:
     return runtime.device_events(TrainerReady(device=0, process=process(runtime, pid)))
 
 
-def trainer_exited(runtime: Runtime, pid: int = 7) -> list[Any]:
-    exited = TrainerExited(device=0, process=process(runtime, pid), cause="exit code 0")
-    return runtime.device_events(exited)
-
-
 # -- agents --------------------------------------------------------------------------------------
-
-
-def test_an_agent_that_is_killed_before_a_trainer_was_ready_is_replaced(runtime: Runtime) -> None:
-    first = agent(runtime)
-    assert [type(message) for message in die(runtime, KILLED)] == [NodeLost]
-    assert agent(runtime) != first
-    die(runtime, KILLED)
-    with pytest.raises(LaunchError, match=r"SIGKILL .* before any trainer was ready, 3 times in"):
-        die(runtime, KILLED)
 
 
 def test_an_agent_that_has_died_before_it_was_heard_does_not_join(
@@ -260,13 +224,6 @@ def test_an_agent_that_has_died_before_it_was_heard_does_not_join(
     join(runtime, "3rd")
     assert agent(runtime) == "3rd"
     assert "end here" not in engine.done
-
-
-def test_agents_that_have_worked_may_be_killed_as_often_as_they_like(runtime: Runtime) -> None:
-    for _ in range(5):
-        trainer_ready(runtime)
-        die(runtime, KILLED)
-        die(runtime, KILLED)
 
 
 def test_a_node_where_no_agent_works_costs_that_node_only(
@@ -341,65 +298,6 @@ def test_a_trainer_that_is_not_ready_in_time_is_killed(
 # -- nodes ---------------------------------------------------------------------------------------
 
 
-def test_a_node_keeps_its_name_until_it_is_lost(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    monkeypatch.setattr(engine, "end", lambda name: engine.done.append(f"end {name}"))
-    runtime = new_runtime(engine, tmp_path, has_leases=True)
-    hub: Any = runtime.connections
-    assert hub.lease_s == LEASE_S
-    for name in ("here", "there"):
-        join(runtime, f"agent of {name}", node=name)
-    for name in ("here", "there"):
-        join(runtime, f"namesake {name}", node=name)
-    wait(runtime, 5)
-    (lost,) = hear(runtime, AgentUnheard(agent="agent of here", cause="it is silent"))
-    assert lost.text == "Node here was lost: it is silent."
-    wait(runtime, 1)
-    ((to, _),) = hub.sent[2:]
-    assert to == "namesake here"
-    wait(runtime, 6)
-    assert {node.agent for node in runtime.nodes} == {"namesake here", "agent of there"}
-    (_, (to, refused)) = hub.sent[2:]  # the other is told what it is to be
-    assert (to, type(refused)) == ("namesake there", Refused)
-    assert engine.done == ["open", "end here"]
-    runtime.close()
-
-
-def test_what_a_call_sets_itself_comes_back_to_it(runtime: Runtime) -> None:
-    runtime.inbox.later(2.0, deadline := object())
-    assert (wait(runtime, 1), wait(runtime, 1)) == ([], [deadline])
-
-
-def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
-    runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = [""]
-    monkeypatch.setattr(faults, "state_in_words", lambda pid: states[0])
-    trainer_ready(runtime, pid=7)
-    runtime.kill(0)
-    wait(runtime, 12)
-    assert "end here" not in engine.done
-    states[0] = "it is stopped"
-    wait(runtime, 2)
-    assert "end here" in engine.done
-
-
-def test_nobody_looks_after_a_device_that_is_left_out_once_its_trainer_has_ended(
-    runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(faults, "state_in_words", lambda pid: "it is stopped")
-    trainer_ready(runtime, pid=7)
-    failed = {"run_id": 0, "rank": 0, "device": 0, "time_s": 0.0, "ending": Ending.RAISED}
-    for is_last in (False, False, True):
-        runtime.rank_ended(Ended(**failed, is_last=is_last, has_device_failed=True))
-    assert runtime.faults.left_out == {0}
-    assert trainer_exited(runtime, pid=7) == []
-    wait(runtime, 12)
-    assert "end here" not in engine.done
-
-
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     runtime: Runtime,
 ) -> None:
@@ -414,72 +312,6 @@ def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     assert runtime.reports.total.resident_bytes == 5
     assert runtime.reports.total.peak_bytes == 7  # of a node, not of what there was never at once
     assert len(runtime.reports.last) == 1
-
-
-def test_a_driver_may_give_signs_of_life_before_it_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said = [SignOfLife(), SignOfLife(), Refused(problem="not you")]
-    channel = SimpleNamespace(send=lambda message: None, receive=lambda: said.pop(0))
-    monkeypatch.setattr(entry, "connect", lambda invitation: channel)
-    monkeypatch.setattr(entry, "local_address", lambda channel: "127.0.0.1")
-    invitation = Invitation(addresses=(), credentials=b"")
-    options = AgentOptions(invitation=invitation, node="here", devices=1, device_type="cpu")
-    with pytest.raises(FleetConfigError, match="not you"):
-        entry.run_agent(options)
-
-
-def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
-    runtime: Runtime, engine: FakeEngine
-) -> None:
-    def notice(left_s: float) -> Departure:
-        return Departure(node="here", cause="its time limit", by=time.time() + left_s)
-
-    assert hear(runtime, notice(NOTICE_S + 100.0)) == []
-    inbox: Any = runtime.inbox
-    due, event = inbox.times[-1]
-    assert 0.0 < due <= 100.0
-    (leaving,) = hear(runtime, notice(10.0))  # it is preempted before that
-    assert leaving.devices == (0, 1)
-    assert "its time limit" in leaving.text
-    assert hear(runtime, event) == []
-    device = runtime.agents.devices[0]  # which is ready too late to be of use
-    assert trainer_ready(runtime) == [DeviceJoined(device=device), DeviceLeaving(device=0)]
-    (lost,) = die(runtime, KILLED)
-    runtime.device_events(*lost.exits)
-    assert trainer_ready(runtime) == [DeviceJoined(device=device)]
-
-
-def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
-    runtime: Runtime, engine: FakeEngine
-) -> None:
-    """A trial that needs them all would be begun on the others again and again."""
-    assert list(runtime.devices_at_first()) == []
-    trainer_ready(runtime)
-    there = DeviceJoined(device=runtime.agents.devices[0])
-    assert list(runtime.devices_at_first()) == [there]
-    runtime.kill(0)
-    assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
-    trainer_exited(runtime)
-    assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
-    trainer_ready(runtime, pid=8)
-    assert list(runtime.devices_at_first()) == [there]
-    for left_s, news in ((0.0, [DeviceLeaving(device=0)]), (NOTICE_S + 100.0, [])):
-        by = time.time() + left_s
-        notice = Departure(node="here", cause="its time limit", by=by)
-        hear(runtime, notice)  # an earlier call was told, or nobody
-        assert list(runtime.devices_at_first()) == [there, *news]
-    runtime.exclusion.leave_out_node("here", "it loses all trials")
-    assert list(runtime.devices_at_first()) == []
-
-
-def test_an_engine_is_told_how_many_nodes_would_be_used(
-    runtime: Runtime, engine: FakeEngine
-) -> None:
-    join(runtime, "other", node="there")  # nodes of two devices
-    for num_devices in (None, None, 9, 9, 2, 0, None):
-        runtime.agents.want(num_devices)
-    assert engine.done == ["open", "want 5", "want 1", "want 0", "want None"]
 
 
 @pytest.mark.parametrize(
@@ -557,60 +389,6 @@ def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> Non
         try_again()
 
 
-# -- runs that lose ranks ------------------------------------------------------------------------
-
-
-def died(device: int, *, out_of_memory: bool = False) -> TrainerExited:
-    return TrainerExited(
-        device=device,
-        process=ProcessId("agent", device),
-        cause="signal SIGKILL",
-        out_of_memory=out_of_memory,
-    )
-
-
-def run_on(*devices: int) -> RunRecord:
-    calls = RunCalls(world_size=len(devices))
-    return RunRecord(launch=launch(1, *devices), start=0.0, calls=calls)
-
-
-def test_the_first_death_is_the_cause_of_the_others() -> None:
-    run = run_on(0, 1)
-    assert run.lose_rank(died(0), is_killed=False) is None
-    assert run.lose_rank(died(1), is_killed=True) is None
-    assert run.cause == "the trainer of device 0 died: signal SIGKILL"
-    assert run.remaining() == []
-
-
-@pytest.mark.parametrize(("is_killed", "kind"), [(False, OutOfMemoryError), (True, type(None))])
-def test_a_trial_fails_that_runs_out_of_memory_but_not_one_that_we_kill(
-    is_killed: bool, kind: type
-) -> None:
-    run = run_on(0)
-    assert type(run.lose_rank(died(0, out_of_memory=True), is_killed=is_killed)) is kind
-
-
-# -- starts and ends ------------------------------------------------------------------------------
-
-
-def launch(number: int, *devices: int) -> Launch:
-    return Launch(
-        run_id=number, number=number, devices=devices, probe=False, measure=False, round=1
-    )
-
-
-def test_an_agent_that_is_still_starting_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
-) -> None:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    for has_joined in (False, True):
-        runtime = new_runtime(engine, tmp_path)
-        if has_joined:
-            join(runtime, "1st")
-        runtime.close()
-    assert engine.done == ["open", "end here", "close", "open", "close"]
-
-
 def test_no_temporary_folder_stays_if_no_agent_can_be_placed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
 ) -> None:
@@ -620,22 +398,6 @@ def test_no_temporary_folder_stays_if_no_agent_can_be_placed(
     with pytest.raises(LaunchError, match="no more processes"):
         new_runtime(engine, None)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        device = Device(index=0, node=0, kind="cpu")
-        trainer_main(
-            device,
-            agent="agent",
-            invitation=Invitation(addresses=(("127.0.0.1", port),), credentials=b""),
-            data=theirs,
-            spec=None,
-            num_threads=1,
-        )
 
 
 # -- the pipeline ---------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from optuna_fleet.trainer.main import Trainer
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.messages import RunTrial
-from optuna_fleet.wire.node_messages import KillTrainer, OpenStore, Quit
+from optuna_fleet.wire.node_messages import OpenStore, Quit
 from tests.leftovers import children
 
 
@@ -125,21 +125,6 @@ def test_an_agent_counts_no_silence_while_it_is_suspended_itself(
     node._selector.close()
 
 
-def test_a_trainer_that_the_driver_kills_is_replaced_at_once_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spawn = mock.Mock(side_effect=[(pid, mock.Mock()) for pid in range(10)])
-    monkeypatch.setattr(Forks, "spawn", lambda self, main: spawn())
-    monkeypatch.setattr(os, "kill", lambda pid, number: node._exited(pid, -number))
-    setup = mock.Mock(stuck_s=None, silence_s=None)
-    node = agent.Agent(mock.Mock(), mock.Mock(), "agent", "127.0.0.1", setup)
-    node._start_trainer(Device(index=0, node=0, kind="cpu"))
-    for pid in range(9):
-        node._act(KillTrainer(pid=pid))
-    assert spawn.call_count == 10
-    node._selector.close()
-
-
 @pytest.mark.parametrize("name", ["fork", "pidfd_open"])
 def test_what_can_not_be_forked_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     selector = selectors.DefaultSelector()
@@ -199,16 +184,6 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
     assert (tmp_path / "study" / "trial-0.1-1.0123abcd-0.pt").exists()
 
 
-def test_the_best_is_where_the_checkpoint_that_tells_of_it_is(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    saver = Saver(Session(None, run))
-    saver.keep_best(lambda: captured(epoch=4))  # before that epoch's end is known
-    saver.save(captured(epoch=3))
-    assert saver.finish()
-    names = {path.name for path in (tmp_path / "study").iterdir()}
-    assert names == {"trial-0.1-3.0123abcd-0.pt", "trial-0.1-3.0123abcd-0.best.pt"}
-
-
 def fails() -> Captured:
     raise MemoryError
 
@@ -226,10 +201,6 @@ def test_a_checkpoint_is_as_good_whatever_else_could_not_be_copied(
     if not is_before:
         other(saver, fails)
     assert saver.finish()
-
-
-def test_a_checkpoint_that_could_not_be_copied_is_none(tmp_path: Path) -> None:
-    assert Saver(Session(None, run_of(tmp_path))).captured(fails) is None
 
 
 def test_a_trainer_without_a_thread_for_its_heartbeats_gives_its_trial_back(

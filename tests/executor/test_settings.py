@@ -7,16 +7,16 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import optuna
 import pytest
 import torch
 
-from optuna_fleet.settings import Adoption, Settings, settings_here
-from optuna_fleet.trainer.objective import LoadedObjective
+from optuna_fleet.exceptions import FleetError
+from optuna_fleet.settings import Adoption, settings_here, workplace_here
 from tests.fleets import Leg
 
 
@@ -105,18 +105,10 @@ def everything_set() -> Iterator[None]:
         logging.getLogger("a.b").setLevel(logging.NOTSET)
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [(None, 3), (2, 2), (8, 3)])
-def test_a_script_may_choose_fewer_threads_than_a_slot_has(
-    chosen: int | None, expected: int
-) -> None:
-    before = torch.get_num_threads()
-    objective = LoadedObjective(3, has_gpu=False, resolve=mock.Mock())
-    objective._settings = Settings(num_threads=chosen)
-    try:
-        objective.adopt_torch()
-        assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
+def test_where_another_node_has_no_such_folder_a_sentence_says_so() -> None:
+    place = replace(workplace_here(), folder="/no/such/folder", variables={})
+    with pytest.raises(FleetError, match="has no folder /no/such/folder, where the script is at"):
+        place.take_on()
 
 
 def test_a_filter_that_can_not_travel_is_left_behind() -> None:

@@ -8,7 +8,6 @@ import functools
 import io
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +18,8 @@ import optuna
 import pytest
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
-from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.checkpoints.store import is_shared, mark
+from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.executor.call import launcher
 from optuna_fleet.executor.cluster.agent import entry
@@ -103,29 +101,6 @@ def write(files: RunFiles, data: bytes = DATA) -> str:
 # -- one file ------------------------------------------------------------------------------------
 
 
-def test_who_reads_the_token_shares_the_folder(tmp_path: Path) -> None:
-    token = mark(tmp_path)
-    assert is_shared(tmp_path, token)
-    assert not is_shared(tmp_path / "elsewhere", token)
-    assert mark(tmp_path) != token
-    assert not is_shared(tmp_path, token)
-
-
-def test_a_file_gets_there_and_back(server: TransferServer, tmp_path: Path) -> None:
-    folder = StudyFolder(tmp_path, "a study")
-    files = files_of(folder, functools.partial(served_by, server))
-    location = write(files)
-    assert location == str(folder.path / "trial-7.1-5.0123abcd-0.pt")
-    assert files.load(location).content.state == {"data": DATA}
-    assert os.listdir(folder.path) == [Path(location).name]
-    assert Path(location).stat().st_mode & 0o777 == 0o600
-
-
-def test_who_shares_the_folder_needs_no_connection(tmp_path: Path) -> None:
-    files = files_of(StudyFolder(tmp_path, "a study"), no_driver, mark(tmp_path))
-    assert files.load(write(files)).content.state == {"data": DATA}
-
-
 @pytest.mark.parametrize(
     "request_",
     [
@@ -179,57 +154,6 @@ def test_a_node_without_memory_for_the_data_sets_says_so_here_and_there(
     server.close()
 
 
-def test_a_study_is_a_folder_of_the_drivers_whatever_its_name(
-    server: TransferServer, tmp_path: Path
-) -> None:
-    folder = StudyFolder(tmp_path, "../../outside")
-    write(files_of(folder, functools.partial(served_by, server)))
-    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
-
-
-def test_what_is_not_there_is_said(server: TransferServer, tmp_path: Path) -> None:
-    folder = StudyFolder(tmp_path, "a study")
-    with pytest.raises(CheckpointError, match=r"can't be read.*No such file"):
-        files_of(folder, functools.partial(served_by, server)).load(
-            str(folder.path / "trial-7.1-5.0123abcd-0.pt")
-        )
-
-
-class FullDisk(io.BytesIO):
-    """Takes a part, then has no space left."""
-
-    def write(self, data: Any) -> int:
-        if self.tell() > 2000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data)
-
-
-def test_a_full_disk_of_the_drivers_is_said(
-    server: TransferServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = StudyFolder(tmp_path, "a study")
-    folder.path.mkdir()
-
-    def fdopen(descriptor: int, mode: str) -> Any:
-        os.close(descriptor)
-        return FullDisk()
-
-    monkeypatch.setattr(os, "fdopen", fdopen)
-    with pytest.raises(CheckpointError, match=r"can't be written.*No space left.*has space"):
-        write(files_of(folder, functools.partial(served_by, server)), DATA * 100)
-    assert os.listdir(folder.path) == []
-
-
-def test_a_full_disk_of_the_nodes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_file, "write", full)
-    files = files_of(StudyFolder(tmp_path, "s"), no_driver)
-    with pytest.raises(CheckpointError, match=r"can't be written.*No space left.*has space"):
-        write(files)
-
-
 def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
     files = files_of(StudyFolder(tmp_path, "s"), no_driver)
     with pytest.raises(CheckpointError, match=r"can't be sent to the driver .*no driver"):
@@ -261,26 +185,6 @@ def hears_nothing(channel: Channel) -> bool:
     with contextlib.closing(channel), pytest.raises((EOFError, OSError)):
         channel.receive()
     return True
-
-
-def test_a_server_that_is_closed_serves_nobody(server: TransferServer) -> None:
-    server.close()
-    assert hears_nothing(served_by(server))
-
-
-def test_where_no_thread_can_be_started_the_other_end_is_told(
-    server: TransferServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = RuntimeError("can't start new thread")
-    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=error))
-    assert hears_nothing(served_by(server))
-
-
-def test_who_says_nothing_is_not_waited_for(
-    server: TransferServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optuna_fleet.wire.transfer._SILENCE_S", 0.0)
-    assert hears_nothing(served_by(server))
 
 
 # -- a fleet that shares no disk -----------------------------------------------------------------

@@ -32,6 +32,23 @@ def test_a_trial_that_evaluates_first_is_known_by_its_training(fleet: Any) -> No
     ]
 
 
+def two_loops(trial: Any) -> float:
+    """Loops over as many epochs and periods, after a look at the data."""
+    prepared(trial)
+    for loop in ([0], trial.epochs(2), trial.steps(8, every=4)):
+        for _ in loop:
+            for name in ("val", "train", "val"):
+                next(iter(trial.batches(name, 8)))
+    return 0.0
+
+
+def test_plans_know_how_long_each_loop_is(fleet: Any) -> None:
+    run(fleet, two_loops, Leg((0,)))
+    models = [event.model for event in fleet.events if isinstance(event, DataRequested)]
+    told = [(model.samples_per_epoch, model.max_epochs) for model in models]
+    assert told == [(20, None), (41, None), (41, 2), (4 * 8, 2)]
+
+
 def never_trains(trial: Any) -> float:
     model, _ = prepared(trial)
     return sum(evaluate(trial, model, num_wrong) for _ in trial.epochs(3))

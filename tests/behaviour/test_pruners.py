@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from optuna.pruners import (
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor
-from tests.fleets import Leg, small_model, train_epoch
-from tests.samplers import ByNumber
+from tests.behaviour.harness import Leg, small_model, train_epoch
+from tests.behaviour.samplers import ByNumber
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
@@ -40,7 +40,6 @@ PRUNERS: dict[str, Callable[[], BasePruner]] = {
     "patient": lambda: PatientPruner(None, patience=1, min_delta=0.6),
     "threshold": lambda: ThresholdPruner(upper=3.0, interval_steps=3),
 }
-OWN_HISTORY_ONLY = ("patient", "threshold")
 
 
 def learn(trial: Any) -> float:
@@ -67,12 +66,6 @@ def verdicts(study: optuna.Study) -> list[tuple[Any, ...]]:
     return [(t.number, t.state, t.value, t.params, t.intermediate_values) for t in study.trials]
 
 
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[FleetExecutor]:
-    with FleetExecutor(devices=1) as executor:
-        yield executor
-
-
 @pytest.mark.parametrize("name", PRUNERS)
 def test_the_same_verdicts_as_in_optunas_loop(name: str, narrow: FleetExecutor) -> None:
     study, alone = new_study(name), new_study(name)
@@ -80,25 +73,6 @@ def test_the_same_verdicts_as_in_optunas_loop(name: str, narrow: FleetExecutor) 
     alone.optimize(learn, 20)
     assert verdicts(study) == verdicts(alone)
     assert {t.state for t in study.trials} == {TrialState.COMPLETE, TrialState.PRUNED}
-
-
-@pytest.mark.parametrize("name", ["median", *OWN_HISTORY_ONLY])
-def test_sensible_verdicts_on_many_devices(name: str, fleet: Any) -> None:
-    study = new_study(name)
-    fleet.optimize(study, learn, 24)
-    pruned = study.get_trials(states=[TrialState.PRUNED])
-    complete = study.get_trials(states=[TrialState.COMPLETE])
-    assert pruned
-    assert complete
-    assert len(pruned) + len(complete) == 24
-    for trial in pruned:
-        assert trial.value == trial.intermediate_values[max(trial.intermediate_values)]
-    if name in OWN_HISTORY_ONLY:
-        again = optuna.create_study(pruner=PRUNERS[name]())
-        for trial in study.trials:
-            again.enqueue_trial(trial.params)
-        again.optimize(learn, 24)
-        assert verdicts(again) == verdicts(study)
 
 
 class Counting(BasePruner):

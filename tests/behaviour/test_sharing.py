@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optuna_fleet import SharedPipeline, policies
-from tests.fleets import Leg, fleet_of
+from tests.behaviour.harness import Leg, fleet_of
 
 
 class Counted(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

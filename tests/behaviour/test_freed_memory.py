@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 import weakref
 from typing import Any
 
@@ -14,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optuna_fleet import FleetExecutor
-from optuna_fleet.trainer import training
-from tests.fleets import Leg, small_model, small_pipeline, train_epoch
+from tests.behaviour.harness import Leg, small_model, train_epoch
 
 _earlier: list[weakref.ref[nn.Module]] = []  # models of this process' trials
 
@@ -53,20 +49,3 @@ def test_models_of_earlier_trials_are_gone(
     lefts = [trial.user_attrs["left"] for trial in study.trials]
     assert [len(left) - len(lefts[0]) for left in lefts] == [0, 1, 2]
     assert not any(map(any, lefts))
-
-
-def test_a_trial_that_can_not_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[weakref.ref[Any]] = []
-
-    def nobody_comes(*_: Any) -> None:
-        begun.append(weakref.ref(sys._getframe(1).f_locals["self"]))
-        raise RuntimeError("nobody came")
-
-    monkeypatch.setattr(training, "join_group_of", nobody_comes)
-    objective = functools.partial(notes_what_is_left, is_in_stages=False)
-    inline = FleetExecutor(small_pipeline(), cluster="inline")
-    study = optuna.create_study()
-    optuna.logging.set_verbosity(optuna.logging.CRITICAL)  # pytest keeps tracebacks that it sees
-    study.optimize(objective, n_trials=1, catch=RuntimeError, executor=inline)
-    gc.collect()
-    assert [refers() for refers in begun] == [None]

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.settings import workplace_here
 
 REGISTRY = """
 print("registry is imported", flush=True)
@@ -99,12 +97,6 @@ def test_folder_variables_path_and_arguments_are_those_of_each_call(
             attrs = study.best_trial.user_attrs
             found = [name, variable, [name]]
             assert attrs == {"module": name, "found": found, "zone": name[:3]}
-
-
-def test_where_another_node_has_no_such_folder_a_sentence_says_so() -> None:
-    place = replace(workplace_here(), folder="/no/such/folder", variables={})
-    with pytest.raises(FleetError, match="has no folder /no/such/folder, where the script is at"):
-        place.take_on()
 
 
 def test_a_script_whose_folder_was_removed_needs_none(

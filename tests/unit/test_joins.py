@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
-from optuna_fleet.events import DeviceGone, DeviceJoined, Ending, Event, Launch, RunLingers
-from optuna_fleet.executor.call.ranks import RunCalls
-from optuna_fleet.executor.call.receiver import AWAIT_S, GATHER_S, Joins, Receiver
-from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.events import DeviceGone, DeviceJoined, Event
+from optuna_fleet.executor.call.receiver import AWAIT_S, GATHER_S, Joins
 from optuna_fleet.resources import Device
-from optuna_fleet.wire.messages import Ended
 
 A, B = (DeviceJoined(device=Device(index=i, node=i, kind="cpu")) for i in range(2))
 LOSS = DeviceGone(device=0)
@@ -71,15 +67,3 @@ def test_what_else_becomes_of_the_fleet_is_told_at_once_and_in_order() -> None:
     assert clocked.after(0.0) == [A, LOSS]
     clocked.hear(B, at_once=True)  # where nothing has run yet
     assert clocked.after(0.0) == [B]
-
-
-def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
-    launch = Launch(run_id=1, number=1, devices=(0, 1, 2), probe=False, measure=False, round=1)
-    run = RunRecord(launch=launch, start=0.0, calls=RunCalls(world_size=3))
-    parts = mock.MagicMock(runs={1: run})
-    receiver = Receiver(parts)
-    for rank in range(3):
-        receiver.take(Ended(run_id=1, rank=rank, device=rank, time_s=0.0, ending=Ending.YIELDED))
-    (call,) = parts.later_of.call_args_list
-    seconds, of_run, act = call.args
-    assert (seconds, of_run, act(run)) == (GATHER_S, run, [RunLingers(run_id=1)])

@@ -10,7 +10,7 @@ import optuna
 import pytest
 import torch
 
-from tests.fleets import Leg, train
+from tests.behaviour.harness import Leg, train
 
 
 def losses_of(

@@ -10,7 +10,7 @@ import torch
 from torchvision.transforms import v2
 
 from optuna_fleet import SharedPipeline, take_apart
-from tests.fleets import Leg, fleet_of, train
+from tests.behaviour.harness import Leg, fleet_of, train
 
 
 class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

@@ -105,16 +105,6 @@ def test_a_rate_far_below_its_estimate_is_news() -> None:
     assert profiles.measure("a", (1,), 50.0)
 
 
-def test_what_was_measured_before_a_second_type_joined_is_known_to_be_of_the_first() -> None:
-    presence = Presence()
-    profiles = Profiles({}, presence)
-    for device, samples_per_s in zip(devices_of("v100", "a100"), (100.0, 250.0), strict=True):
-        presence.join(device)
-        profiles.measure("s", (device.index,), samples_per_s)
-    assert profiles.rates("s", 1, "v100") == (100.0,)
-    assert profiles.rates("s", 1, "a100") == (250.0,)
-
-
 def test_rates_on_several_types_are_made_up_of_those_on_each() -> None:
     profiles = profiles_on("v100", "a100", "a100")
     profiles.measure("s", (0,), 100.0)
@@ -307,23 +297,6 @@ def test_a_trial_that_spans_types_is_faster_for_it_and_bounded_by_all_devices() 
     assert simulated([alone], v=2, a=1).end_s == pytest.approx(60.0)
     assert simulated([spans], v=2, a=1).end_s < 33.0  # it starts on one
     assert lower_bound_s([spans], {"v": 2, "a": 1}) == pytest.approx(30.0, rel=1e-4)
-
-
-@pytest.mark.parametrize("policy", ["elastic", "mip", "greedy", "fleet-l", "baseline"])
-def test_simulated_sweeps_on_two_types_keep_to_the_bound_and_to_one_type(policy: str) -> None:
-    rng = random.Random(1)
-    trials = [
-        trial(f"t{k}", (r := rng.uniform(5, 50)), r * rng.uniform(1, 3), epochs=rng.randint(2, 9))
-        for k in range(12)
-    ]
-    num_devices = {"v": 3, "a": 2}
-    run = EnsembleScenario(
-        trials=trials, num_devices=num_devices, devices_per_node=2, policy=policy, noise=0.2
-    )
-    outcome = run.run()
-    assert all(p.ended_s is not None for p in outcome.trials.values())
-    assert outcome.end_s >= lower_bound_s(trials, num_devices)
-    assert all({d < 3 for d in span.devices} != {True, False} for span in outcome.totals.spans)
 
 
 def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> None:

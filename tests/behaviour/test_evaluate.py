@@ -14,7 +14,7 @@ import torch
 from optuna.trial import FixedTrial
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, TrialError
-from tests.fleets import small_model, small_pipeline, train_epoch
+from tests.behaviour.harness import small_model, small_pipeline, train_epoch
 
 BOTH = pytest.mark.parametrize("cluster", ["local", "inline"])
 
