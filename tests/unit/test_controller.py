@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
     BeginCheck,
-    CheckAffordable,
     CheckEnded,
     CheckpointSaved,
     DataRequested,
@@ -47,7 +45,6 @@ from optuna_fleet.events import (
     RunLingers,
     StartRound,
     TrialProposed,
-    WidthLimited,
 )
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import (
@@ -107,7 +104,6 @@ class World:
         self.done: list[int] = []
         self.log: list[Any] = []
         self.unanswered: list[Allocate] = []
-        self.resting: set[int] = set()
         self.yielding: set[int] = set()
         self.check: BeginCheck | None = None  # under way
         for device in self.devices:
@@ -147,7 +143,6 @@ class World:
             case Allocate():
                 self.unanswered.append(instruction)
             case AnswerEpoch():
-                self.resting.discard(instruction.run_id)
                 if instruction.decision is EpochDecision.YIELD:
                     self.yielding.add(instruction.run_id)
             case Interrupt():
@@ -197,74 +192,6 @@ class World:
         for peer in peers:
             self.tell(RankEnded(run_id=run_id, device=peer, ending=Ending.RAISED))
         self.tell(DeviceJoined(device=self.devices[lost]))
-
-
-def play_out(
-    world: World, rng: random.Random, *, structures: int = 2**32, spanning: int = 0, kinds: int = 0
-) -> None:
-    """Let anything happen that can, in any order, until all trials have ended.
-
-    Every second trial spans device types if `spanning`, and needs so many devices at most. They
-    are of so many `kinds`, of which some fail their checks.
-    """
-    for _ in range(3000):
-        if world.controller.finished:
-            break
-        choices = [("decide", 0)] if world.unanswered else []
-        choices += [("check", 0)] if world.check else [("afford", 0)] if kinds else []
-        choices += [
-            (what, run)
-            for run in world.runs
-            for what in ("reach", "epoch", "end", "lose", "yield")
-            if what != "yield" or run in world.yielding
-            if what not in ("reach", "epoch", "end") or run not in world.resting
-        ]
-        assert choices, "nothing can happen any more, but trials are left"
-        what, run_id = rng.choice(choices)
-        match what:
-            case "decide":
-                world.decide()
-            case "afford" | "check":
-                _play_check(world, rng)
-            case "reach":
-                _play_start(world, rng, run_id, structures, spanning, kinds)
-            case "epoch":
-                world.resting.add(run_id)
-                world.tell(epoch_ended(run_id))
-            case "yield":
-                world.end(run_id, Ending.YIELDED)
-            case "end":
-                world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
-            case "lose":
-                world.lose(run_id)
-    assert world.controller.finished
-
-
-def _play_check(world: World, rng: random.Random) -> None:
-    if world.check is None:
-        world.tell(CheckAffordable())
-    elif rng.random() < 0.2:
-        world.check = None
-        world.tell(CheckEnded(finding=None))
-    else:
-        world.checked(widens=rng.random() < 0.7, moves=rng.random() < 0.7)
-
-
-def _play_start(
-    world: World, rng: random.Random, run_id: int, structures: int, spanning: int, kinds: int
-) -> None:
-    resumable = rng.random() < 0.8
-    number = world.runs[run_id].number
-    spans = spanning > 0 and number % 2 == 1
-    least = min(number, spanning) if spans else 1
-    of_it: dict[str, Any] = {"min_devices": least, "spans_types": spans}
-    if kinds and least == 1:
-        of_it["traits"] = frozenset({f"{number % kinds}"})
-    world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable, **of_it))
-    if least > len(world.runs[run_id].devices):
-        world.end(run_id, Ending.YIELDED)
-    else:
-        world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
 
 
 def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -411,13 +338,6 @@ def test_a_refused_move_costs_one_decision() -> None:
     assert world.tell(MoveRefused(run_id=0)) == []
 
 
-def test_a_trial_that_must_stay_on_one_device_is_not_moved_to_two() -> None:
-    world = four_of_which_trial_0_gets_two()
-    (allocate,) = world.tell(WidthLimited(run_id=0, max_devices=1))
-    assert [c.widest for c in allocate.problem.candidates] == [1, 4, 4, 4]
-    assert world.tell(epoch_ended(0)) == [goes_on(0)]
-
-
 def test_the_local_paradigm_refills_but_never_moves() -> None:
     world = World(num_devices=2, trials=4, paradigm="local")
     world.settle_all()
@@ -484,12 +404,6 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
     assert cut == Abort(run_id=run_id, devices=(0,), lost=False)
     assert FinishTrial(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
-
-
-def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
-    world = World(num_devices=1, trials=1)
-    instructions = world.end(0, Ending.ABORTED)
-    assert [type(i) for i in instructions] == [Requeue, Launch]
 
 
 def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
@@ -572,14 +486,6 @@ def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
     assert set(allocate.problem.devices) == {1, 2, 3}
 
 
-def test_one_alone_on_its_fewest_devices_rests_for_no_plan_until_a_device_is_free() -> None:
-    world = World(num_devices=2, trials=2, paradigm="elastic")
-    world.settle_all()
-    assert world.tell(epoch_ended(0)) == [goes_on(0)]
-    world.tell(joined(2))  # which nobody may be proposed for any more
-    assert any(isinstance(told, Allocate) for told in world.tell(epoch_ended(1)))
-
-
 def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
     """The problem of two trials on two of four devices, told how many trials are to come."""
     controller = Controller(PolicyRules(paradigm="elastic", **policy))
@@ -596,15 +502,6 @@ def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **polic
     (asked,) = controller.handle(epoch_ended(0), epoch_ended(1))  # one alone has no choice
     assert isinstance(asked, Allocate)
     return asked.problem
-
-
-def test_a_plan_knows_how_many_trials_are_to_come() -> None:
-    assert problem_at_the_first_epochs_end(told=7).num_to_come == 6
-    assert problem_at_the_first_epochs_end(told=1).num_to_come == 0
-
-
-def test_no_trial_is_to_come_while_the_sampler_waits() -> None:
-    assert problem_at_the_first_epochs_end(told=7, delayed=True).num_to_come == 0
 
 
 def test_trials_to_come_want_no_devices_that_max_trials_keeps_from_them() -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,14 +138,3 @@ def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flus
     if flush:
         predicted = in_flight / flushed_s(stage_s, in_flight, held=in_flight)
     assert 0.5 * predicted <= found <= 1.4 * predicted
-
-
-@pytest.mark.parametrize("held", [1, 2, 4, 8])
-@pytest.mark.parametrize("pace", [(1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 1.0, 3.0, 1.0)])
-def test_a_flush_takes_about_as_long_as_the_simulator_says(pace, held):
-    times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in pace]
-    simulated = VirtualWorkers([times], Flush(8))
-    for stage in simulated._workers[0].stages:
-        stage.turns.credit = min(stage.turns.credit, held)
-    batch_s = 8 / simulated.run(8).minibatches_per_s
-    assert flushed_s(pace, 8, held) == pytest.approx(batch_s, rel=0.15)
