@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -106,13 +105,3 @@ def test_two_generators_draw_unlike_numbers() -> None:
     pipeline = SharedPipeline(train=Two(generators), seed=5)
     (batch,) = pipeline.inline().read("train", epoch=0, batch_size=SIZE)
     assert len(set(batch.data[1].reshape(-1).tolist())) == 2 * SIZE
-
-
-def test_methods_of_a_generator_are_found_too() -> None:
-    class Drawing(Noisy):
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            return index, self.generator()
-
-    pipeline = SharedPipeline(train=Drawing(random.Random(3).random), seed=5)
-    first, _, again = read_by_processes(pipeline)
-    assert first == again

@@ -341,3 +341,20 @@ def test_nothing_is_left_in_shared_memory():
         labels(agent.client())
         assert leftovers.shared_memory() <= before
     assert each_was_made(150, 1)
+
+
+def test_early_epochs_are_kept_longest_and_fixed_data_longer():
+    """New trials begin there."""
+    pipeline = SharedPipeline(train=Counted(150), val=Counted(20), seed=3)
+    with serving(pipeline, memory_bytes=52 * 4096, chunk_bytes=1000) as agent:
+        client = agent.client()  # of an epoch's 19 chunks and the other three each takes a page
+        for epoch in range(4):
+            labels(client, epoch=epoch)
+            labels(client, "val")
+        made = agent.stats().preprocessed
+        assert made == 4 * 150 + 20
+        labels(client, epoch=0)
+        labels(client, "val")
+        assert agent.stats().preprocessed == made
+        labels(client, epoch=3)
+        assert agent.stats().repeated > 0
