@@ -52,15 +52,17 @@ def test_batches_are_private_and_stay_whatever_is_missing(
     inline, kept = pipeline.inline(), list[Any]()
     options = {"memory_bytes": 6 << 20, "chunk_bytes": 1 << 20}
     with serving(pipeline, spill_dir=folder, **options) as agent:
-        clients = agent.client(), agent.client()
+        mine, theirs = agent.client(), agent.client()
         for epoch in range(3):
-            readers = [c.read("train", epoch=epoch, batch_size=4) for c in (*clients, inline)]
-            for step, (one, other, wanted) in enumerate(zip(*readers, strict=True)):
+            clients = (mine, mine, theirs, inline)
+            readers = [client.read("train", epoch=epoch, batch_size=4) for client in clients]
+            for step, (one, again, other, wanted) in enumerate(zip(*readers, strict=True)):
                 assert torch.equal(one.data[0], wanted.data[0])
                 if step % 4:
                     one.data[0][::2].zero_()
                 else:
                     kept = [*kept, (one.data[0], wanted.data[0])][-3:]
+                assert torch.equal(again.data[0], wanted.data[0])
                 assert torch.equal(other.data[0], wanted.data[0])
                 assert all(torch.equal(a, b) for a, b in kept)
         assert agent.stats().peak_bytes <= 6 << 20

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -130,16 +129,6 @@ def test_corrupt_image(folder):
         assert agent.stats().num_skipped == 1
 
 
-def test_folder_that_vanishes(folder):
-    images = ImageFolder(folder, v2.Compose([v2.ToImage(), v2.CenterCrop(16)]))
-    with serving(SharedPipeline(val=images), chunk_bytes=16 * 16 * 3) as agent:
-        batches = iter(agent.client().read("val", epoch=0, batch_size=1))
-        next(batches)
-        shutil.rmtree(folder)
-        with pytest.raises(PreprocessingError, match=r"Sample \d+ of data set 'val' raised FileN"):
-            list(batches)
-
-
 # -- data sets that do not survive a fork ---------------------------------------------------------
 
 
@@ -169,15 +158,6 @@ class Hdf5:
         return torch.from_numpy(self.file["x"][index]), index
 
 
-def test_what_is_opened_lazily_is_not_open_where_it_is_pickled(tmp_path):
-    with h5py.File(tmp_path / "data.h5", "w") as file:
-        file["x"] = np.zeros((60, 3))
-    dataset = Hdf5(tmp_path / "data.h5")
-    pipeline = SharedPipeline(train=dataset, augment=lambda sample: sample)
-    pipeline.packed()  # looks at a sample
-    assert pipeline.payload()
-
-
 def test_open_file_is_refused_with_advice(tmp_path):
     (tmp_path / "data").write_bytes(b"abc")
     dataset = Eager(tmp_path / "data")
@@ -199,7 +179,7 @@ def test_hdf5_file_is_read_by_several_preprocessors(tmp_path):
 # -- processes that die ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_preprocessors_killed_at_random(seed):
     chance = random.Random(seed)
     pipeline = SharedPipeline(train=Counted(150), seed=3)

@@ -22,7 +22,6 @@ from pipeline_harness import MAX_DEATHS, Forked, permutation, serving, vanish
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.exceptions import PreprocessingError
-from tests import leftovers
 
 
 def labels(client, name="train", **arguments):
@@ -204,14 +203,6 @@ def test_data_set_that_can_not_be_unpickled():
                 labels(client, "val")
 
 
-def test_work_of_a_killed_preprocessor_is_redone():
-    COUNTS[SWITCH] = 1
-    with serving(SharedPipeline(val=Deadly(64)), chunk_bytes=64) as agent:
-        batches = list(agent.client().read("val", epoch=0, batch_size=10))
-        assert torch.cat([batch.data for batch in batches]).tolist() == list(range(64))
-        assert agent.stats().num_lost == 1
-
-
 def test_killed_idle_preprocessors_are_replaced(agent):
     client = agent.client()
     labels(client, epoch=20)
@@ -278,29 +269,6 @@ def test_leaving_the_loop_gives_back_and_reports():
         assert labels(client, "val") == list(range(64))
 
 
-def test_changes_in_place_stay_private(agent):
-    client, other = agent.client(), agent.client()
-    iterator = iter(other.read("train", epoch=9, batch_size=50))
-    kept = [next(iterator).data[0]]
-    wanted = kept[0].clone()
-    for batch in client.read("train", epoch=9, batch_size=50):
-        batch.data[0].zero_()
-    kept += [batch.data[0] for batch in iterator]
-    assert torch.equal(kept[0], wanted)
-    again = [batch.data[0] for batch in client.read("train", epoch=9, batch_size=50)]
-    assert torch.equal(torch.cat(again), torch.cat(kept))
-    assert torch.cat(again)[:, 0].sum() == sum(range(150))
-
-
-def test_two_passes_of_one_reader_do_not_see_what_is_written_into_the_other(agent):
-    client = agent.client()
-    wanted = [batch.data[0].clone() for batch in client.read("val", epoch=0, batch_size=8)]
-    both = (client.read("val", epoch=0, batch_size=8) for _ in range(2))
-    for one, other, clean in zip(*both, wanted, strict=True):
-        one.data[0].zero_()
-        assert torch.equal(other.data[0], clean)
-
-
 def test_stopped_reader_does_not_hold_up_the_others():
     with serving(SharedPipeline(train=Counted(150)), chunk_bytes=200) as agent:
         told, tell = os.pipe()
@@ -333,14 +301,6 @@ def test_waiting_is_measured(agent):
     assert ends[::2] == [0.0, *ends[1:-1:2]]  # each wait begins where the one before ended
     assert agent.stats().waited_s > 0
     assert agent.stats().busy_s > 0
-
-
-def test_nothing_is_left_in_shared_memory():
-    before = leftovers.shared_memory()
-    with serving(SharedPipeline(train=Counted(150))) as agent:
-        labels(agent.client())
-        assert leftovers.shared_memory() <= before
-    assert each_was_made(150, 1)
 
 
 def test_early_epochs_are_kept_longest_and_fixed_data_longer():
