@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from optuna_fleet.events import (
     DataRequested,
     DeviceGone,
     DeviceJoined,
-    DeviceLeaving,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -42,7 +40,6 @@ from optuna_fleet.events import (
     RateMeasured,
     Requeue,
     ReturnToQueue,
-    RunLingers,
     StartRound,
     TrialProposed,
 )
@@ -245,47 +242,6 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
 
 
-def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
-    world = World(num_devices=2, trials=1, paradigm="elastic", moves_within_epochs=True)
-    world.tell(reached(0, "s", movable=True), rate(0))
-    world.tell(plan_of({0: (1,)}))
-    world.end(0, Ending.YIELDED)
-    ((run_id, launch),) = world.runs.items()
-    assert launch.devices == (1,)
-    assert world.tell(reached(run_id, "s", movable=True)) == []
-    (allocate,) = world.tell(reached(run_id, "another", movable=True), rate(run_id))
-    assert isinstance(allocate, Allocate)
-
-
-def flies_on_three() -> tuple[World, int]:
-    """A trial that can leave between two batches, and its run."""
-    world = World(num_devices=3, trials=1, paradigm="elastic", moves_within_epochs=True)
-    world.tell(reached(0, "s", movable=True), rate(0))
-    world.tell(plan_of({0: (0, 1, 2)}))
-    world.end(0, Ending.YIELDED)
-    ((run_id, launch),) = world.runs.items()
-    assert launch.devices == (0, 1, 2)
-    world.tell(rate(run_id))
-    world.tell(plan_of({0: (0, 1, 2)}))
-    return world, run_id
-
-
-def test_a_node_that_leaves_poses_the_problem_that_its_loss_does_in_a_replay() -> None:
-    def ended(run_id: int, *devices: int, ending: Ending) -> list[RankEnded]:
-        return [RankEnded(run_id=run_id, device=d, ending=ending) for d in devices]
-
-    live, run_id = flies_on_three()
-    live.tell(DeviceLeaving(device=2))
-    *_, announced = live.tell(*ended(run_id, 0, 1, 2, ending=Ending.YIELDED))
-    replayed, run_id = flies_on_three()
-    replayed.tell(DeviceGone(device=2))
-    *_, lost = replayed.tell(*ended(run_id, 0, 1, ending=Ending.ABORTED))
-    (candidate,) = announced.problem.candidates
-    assert candidate.devices == (0, 1)
-    candidate = replace(candidate, rates=candidate.rates[:2])  # the node is still there
-    assert replace(announced.problem, candidates=(candidate,)) == lost.problem
-
-
 @pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
 def test_a_round_ends_when_fewer_than_alpha_of_its_devices_are_active(
     ended: int, decides: bool
@@ -349,15 +305,6 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
     assert not world.unanswered
     go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
     assert world.tell(epoch_ended(3)) == [go]
-
-
-def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
-    world = World(num_devices=2, trials=1)
-    world.tell(reached(0, "a", resumable=False))
-    assert not world.unanswered
-    world.tell(epoch_ended(0))
-    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
-    assert [c.number for c in allocate.problem.candidates] == [0]
 
 
 def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
@@ -456,34 +403,6 @@ def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
     told = world.tell(PlanDecided(plan=plan))
     assert (Interrupt(run_id=run_id, devices=(0, 1)) in told) is movable
     assert (yields(run_id, 0, 1) in told) is not movable
-
-
-def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
-    """Rank 1 of trial 0 has returned, and trial 1 flies on its device, while rank 0 goes on."""
-    controller = Controller(PolicyRules(paradigm="elastic"))
-    controller.handle(joined(0), TrialProposed(number=0))
-    controller.handle(joined(1), reached(0, "s"), ProposalDelayed())
-    controller.handle(RateMeasured(run_id=0, samples_per_s=10.0))
-    controller.handle(epoch_ended(0))
-    pair = Assignment(number=0, devices=(0, 1), rate=20.0)
-    plan = Plan(
-        flotillas=(Flotilla(assignments=(pair,)),), allocator="", reason="", status="optimal"
-    )
-    controller.handle(PlanDecided(plan=plan))
-    controller.handle(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
-    controller.handle(reached(1, "s"), RateMeasured(run_id=1, samples_per_s=20.0))
-    controller.handle(TrialProposed(number=1), ProposalDelayed())
-    ended = RankEnded(run_id=1, device=1, ending=Ending.RETURNED)
-    assert controller.handle(ended) == []  # the other rank ends in a moment, and one plan is made
-    (launch,) = controller.handle(RunLingers(run_id=1))
-    assert (launch.number, launch.devices) == (1, (1,))
-    controller.handle(reached(2, "s"), TrialProposed(number=2), ProposalDelayed())
-    controller.handle(joined(2))
-    controller.handle(reached(3, "s"))
-    controller.handle(joined(3))
-    (allocate,) = controller.handle(epoch_ended(3))
-    assert [c.number for c in allocate.problem.candidates] == [1, 2]
-    assert set(allocate.problem.devices) == {1, 2, 3}
 
 
 def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:

@@ -1,7 +1,6 @@
 """Virtual workers: who gets which devices, where weights are, and how fast that is."""
 
 from collections import Counter
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from optuna_fleet.virtual_workers.layouts import (
     flushed_s,
     hybrid_distribution,
     node_partition,
-    partitions_under_load,
     pipeline_rate,
     sync_seconds,
 )
@@ -109,21 +107,6 @@ def test_local_servers_keep_updates_within_nodes():
     spread = sync_seconds(workers, layers, links, Servers.ROUND_ROBIN)
     # A layer of each stage is on the other node: 4 workers send 8 bytes each through one port.
     assert spread == ((32.0, 32.0),) * 4
-
-
-def test_virtual_workers_slow_down_each_others_transfers():
-    layers = layers_of(8, cut=3.0)
-    problem = PartitionProblem(
-        layers=layers,
-        devices=nodes("VR")[:1],
-        in_flight=3,
-        links=Links(between=Link(bytes_per_s=4.0)),
-    )
-    pairs = equal_distribution(nodes("VR"), 4)
-    (alone,) = partitions_under_load(problem, pairs[:1])
-    together = partitions_under_load(problem, pairs)
-    assert alone == best_partition(replace(problem, devices=pairs[0]))
-    assert all(worker.slowest_s > alone.slowest_s for worker in together)
 
 
 stage_seconds = st.lists(st.floats(0.5, 2), min_size=1, max_size=5)

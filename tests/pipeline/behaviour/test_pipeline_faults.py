@@ -8,10 +8,8 @@ import sys
 from asyncio import CancelledError
 from functools import partial
 
-import h5py
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from pipeline_datasets import Counted, each_was_made
 from pipeline_harness import MAX_DEATHS, Forked, permutation, serving
@@ -55,22 +53,6 @@ def test_skipped_samples_are_replaced_by_the_next_and_counted():
     assert notice.startswith("Skipped sample(s) ")
     assert "is broken" in notice
     assert "Traceback" in notice
-
-
-def test_of_many_skipped_samples_a_few_are_named():
-    pipeline = SharedPipeline(val=Broken(1000, range(0, 1000, 2)), on_error="skip")
-    with serving(pipeline, num_preprocessors=1) as agent:
-        labels(agent.client(), "val")
-        (notice,) = agent.notices()
-    assert notice.startswith(
-        "Skipped sample(s) 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... of data set "
-    )
-
-
-def test_skipping_ends_where_nothing_works():
-    pipeline = SharedPipeline(val=Broken(50, range(50)), on_error="skip")
-    with serving(pipeline) as agent, pytest.raises(PreprocessingError, match=r"\d+ is broken"):
-        labels(agent.client(), "val")
 
 
 class Mute(Exception):
@@ -143,37 +125,12 @@ class Eager:
         return self.file.read(1)
 
 
-class Hdf5:
-    """Opens its file where it is read, as h5py wants it."""
-
-    def __init__(self, path):
-        self.path = path
-        self.file = None
-
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        self.file = self.file or h5py.File(self.path, "r")
-        return torch.from_numpy(self.file["x"][index]), index
-
-
 def test_open_file_is_refused_with_advice(tmp_path):
     (tmp_path / "data").write_bytes(b"abc")
     dataset = Eager(tmp_path / "data")
     named = r"`val\.file`, given to SharedPipeline, is of type .*when it is first used"
     with dataset.file, pytest.raises(FleetConfigError, match=named):
         SharedPipeline(val=dataset).payload()
-
-
-def test_hdf5_file_is_read_by_several_preprocessors(tmp_path):
-    path = tmp_path / "data.h5"
-    numbers = np.random.default_rng(0).normal(size=(60, 50))
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=numbers, chunks=(1, 50))
-    with serving(SharedPipeline(val=Hdf5(path)), num_preprocessors=3, chunk_bytes=2000) as agent:
-        batches = [batch.data[0] for batch in agent.client().read("val", epoch=0, batch_size=7)]
-    assert np.array_equal(torch.cat(batches).numpy(), numbers)
 
 
 # -- processes that die ---------------------------------------------------------------------------

@@ -274,11 +274,6 @@ def test_what_samplers_do_later_fails_those_who_read_it():
         assert indices(client, 3) == [0, 1, 2]
 
 
-def test_samplers_that_can_not_be_pickled_are_named():
-    with pytest.raises(FleetConfigError, match=r"sampler\['train'\]"):
-        SharedPipeline(train=[1], sampler=Liar(draw=(i for i in range(3)))).payload()
-
-
 # -- collate_fn -----------------------------------------------------------------------------------
 
 

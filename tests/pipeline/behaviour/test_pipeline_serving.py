@@ -49,25 +49,6 @@ def test_readers_of_unlike_batch_sizes_share_each_sample(n):
     assert stats.sharing_factor == len(sizes)
 
 
-def test_fixed_data_set_is_preprocessed_once(agent):
-    client = agent.client()
-    for epoch in range(3):
-        assert labels(client, "val", epoch=epoch) == list(range(20))
-    assert each_was_made(20, 1)
-
-
-def test_batches_of_the_canonical_order(agent):
-    order = permutation(3, "train", 4, 150)
-    batches = agent.client().read("train", epoch=4, batch_size=64)
-    for number, batch in enumerate(batches):
-        indices = order[64 * number : 64 * (number + 1)]
-        assert batch.local_size == batch.global_size == len(indices)
-        assert torch.equal(batch.data[1], torch.from_numpy(indices))
-        assert torch.equal(
-            batch.data[0], torch.from_numpy(indices)[:, None].expand(-1, 16).float()
-        )
-
-
 @pytest.mark.parametrize("batch_size", [2, 7, 64])
 def test_shards_concatenate_to_the_global_batch(agent, batch_size):
     client = agent.client()
@@ -221,14 +202,6 @@ def test_chunk_that_kills_each_time_is_an_error_until_asked_for_again():
         assert len(list(client.read("val", epoch=0, batch_size=64))) == 1
 
 
-def test_death_over_the_sample_that_tells_the_size():
-    COUNTS[SWITCH] = MAX_DEATHS
-    with serving(SharedPipeline(val=Deadly(18, at=0))) as agent:
-        batches = list(agent.client().read("val", epoch=0, batch_size=9))
-        assert torch.cat([batch.data for batch in batches]).tolist() == list(range(18))
-        assert agent.stats().num_lost == MAX_DEATHS
-
-
 def test_killed_reader_frees_what_it_held():
     with serving(SharedPipeline(val=Counted(64)), chunk_bytes=64) as agent:
         client = agent.client()
@@ -290,17 +263,6 @@ def test_stopped_reader_does_not_hold_up_the_others():
         assert reader.result() == [50]
         os.close(told)
         os.close(tell)
-
-
-def test_waiting_is_measured(agent):
-    client = agent.client()
-    ends = []
-    client.begin(0, lambda: ends.append(client.waited_s))
-    labels(client, epoch=30)
-    assert ends[-1] == client.waited_s > 0
-    assert ends[::2] == [0.0, *ends[1:-1:2]]  # each wait begins where the one before ended
-    assert agent.stats().waited_s > 0
-    assert agent.stats().busy_s > 0
 
 
 def test_early_epochs_are_kept_longest_and_fixed_data_longer():
