@@ -7,6 +7,7 @@ import re
 import signal
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.nursery import Nursery
 
 ROOT = Path(__file__).parents[2]
 PORTS = ROOT / "examples" / "ports"
+sys.path[:0] = [str(PORTS), str(ROOT / "benchmarks")]
 import digits_data  # noqa: E402
 import porting  # noqa: E402
 import pytorch_distributed_fleet  # noqa: E402
