@@ -16,7 +16,6 @@ from optuna_fleet.alloc import (
     GreedyAllocator,
     MipAllocator,
     Plan,
-    SingleDeviceAllocator,
     validate,
 )
 from tests.behaviour.allocation import problems
@@ -46,13 +45,6 @@ def test_greedy_speeds_up_the_slowest_but_not_past_its_peak():
     candidate = Candidate(number=0, rates=(50.0, 80.0, 90.0, 70.0))
     problem = AllocationProblem(candidates=(candidate,), nodes=((0, 1, 2, 3),))
     assert counts(GreedyAllocator().allocate(problem)) == {0: 3}
-
-
-def test_greedy_keep_flying_starts_the_waiting_before_it_rescales_anyone():
-    flying = Candidate(number=1, rates=(100.0, 190.0, 270.0), devices=(0,))
-    waiting = Candidate(number=2, rates=(90.0,))
-    problem = AllocationProblem(candidates=(flying, waiting), nodes=((0, 1),))
-    assert counts(GreedyAllocator(keep_flying=True).allocate(problem)) == {1: 1, 2: 1}
 
 
 def test_a_plan_says_that_preprocessors_slow_it():
@@ -113,40 +105,6 @@ def test_validate_knows_phases_and_capacity():
     validate(unlike, plan)
     with pytest.raises(ValueError, match=r"phases \[0, 1\] are in one flotilla"):
         validate(replace(unlike, phases=True), plan)
-
-
-def test_validate_lets_the_slowest_trial_fly_whatever_the_capacity_is():
-    problem = replace(slide_problem(), preprocess_samples_per_s=1.0)
-    validate(problem, FleetAllocator().allocate(problem))
-    hurried = replace(problem, candidates=problem.candidates[:1])
-    plan = GreedyAllocator().allocate(hurried)
-    assert counts(plan) == {1: 1}
-    with pytest.raises(ValueError, match="streams of 100 samples/s exceed the 40"):
-        validate(problem, plan)
-
-
-def test_the_slowest_trial_counts_only_if_it_can_fly():
-    wide = Candidate(number=1, rates=(1.0,) * 3, min_devices=3)
-    small = Candidate(number=2, rates=(50.0,))
-    problem = AllocationProblem(
-        candidates=(wide, small), nodes=((0, 1),), preprocess_samples_per_s=10.0
-    )
-    assert counts(GreedyAllocator().allocate(problem)) == {2: 1}
-    assert counts(MipAllocator().allocate(problem)) == {2: 1}
-
-
-def test_validate_never_blames_a_plan_for_what_can_not_move():
-    flying = [
-        replace(c, devices=(c.number - 1,), movable=False) for c in slide_problem().candidates[:2]
-    ]
-    problem = replace(slide_problem(), candidates=tuple(flying), preprocess_samples_per_s=1.0)
-    alone = SingleDeviceAllocator().allocate(problem)  # 100 + 80 where one stream would do
-    assert len(alone.flotillas) == 2
-    validate(problem, alone)
-    late = Candidate(number=9, rates=(90.0, 110.0))  # joins the stream at no cost, but no faster
-    joined = MipAllocator().allocate(replace(problem, candidates=(*flying, late)))
-    assert counts(joined) == {1: 1, 2: 1, 9: 1}
-    assert len(joined.flotillas) == 1
 
 
 @pytest.mark.parametrize(

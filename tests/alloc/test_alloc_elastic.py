@@ -78,14 +78,6 @@ def test_a_wrong_prediction_does_limited_harm():
     assert widths(None) == widths(float("nan"))
 
 
-def test_no_trial_counts_for_longer_than_it_says_it_can_go_on():
-    pair = [trial(k, devices=(k,), epochs_done=5) for k in (0, 1)]
-    problem = problem_of(*pair, finished_epochs=(20,) * 5)
-    assert counts(MAKESPAN.allocate(problem)) == {0: 2, 1: 2}
-    told = replace(problem, candidates=(pair[0], replace(pair[1], max_epochs=10)))
-    assert counts(MAKESPAN.allocate(told)) == {0: 3, 1: 1}
-
-
 def test_nobody_gets_the_devices_of_others_while_many_trials_are_to_come():
     lengths = [3.0, 3.0, 1.0, 1.0, 1.0, 1.0]
     trials = [trial(k, devices=(k,), samples_per_epoch=100 * x) for k, x in enumerate(lengths)]
@@ -93,11 +85,6 @@ def test_nobody_gets_the_devices_of_others_while_many_trials_are_to_come():
     for num_to_come in (6, 10**9):
         problem = fleet_of(6, *trials, num_to_come=num_to_come)
         assert counts(MAKESPAN.allocate(problem)) == dict.fromkeys(range(6), 1)
-
-
-def test_one_of_two_that_need_the_whole_fleet_flies():
-    wide = [trial(n, min_devices=4, devices=(0, 1, 2, 3) * (n == 1)) for n in (1, 2)]
-    assert counts(MAKESPAN.allocate(problem_of(*wide))) == {1: 4}
 
 
 @settings(max_examples=40)
@@ -155,27 +142,6 @@ def test_equal_split_by_hand(published, least, devices, expected):
     assert counts(allocator.allocate(fleet_of(devices, *trials))) == expected
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ([{"max_devices": 1}, {}], {0: 1, 1: 7}),
-        ([{}, {"max_devices": 2}, {"max_devices": 1}], {0: 5, 1: 2, 2: 1}),
-        ([{"min_devices": 3}] * 3, {0: 4, 1: 4}),
-    ],
-)
-def test_equal_split_leaves_no_device_that_somebody_may_have(limits, expected):
-    trials = [trial(n, **limit) for n, limit in enumerate(limits)]
-    assert counts(EqualSplitAllocator().allocate(fleet_of(8, *trials))) == expected
-
-
-def test_equal_split_gives_less_to_whom_the_preprocessors_can_not_serve():
-    rates = (100.0, 190.0, 270.0, 340.0)
-    problem = problem_of(
-        trial(1, rates, devices=(0, 1)), trial(2, rates), preprocess_samples_per_s=120.0
-    )
-    assert counts(EqualSplitAllocator().allocate(problem)) == {1: 1, 2: 1}
-
-
 # -- BFTrainer's Table 2 -------------------------------------------------------------------------
 
 TABLE_2 = {  # 1000 samples/s on 1, 2, 4, ..., 64 nodes
@@ -207,9 +173,3 @@ def test_table_2_is_shared_out_as_well_as_can_be(allocator, num_nodes):
     got = counts(allocator.allocate(problem))
     worth = first[got.get(0, 0)] + second[got.get(1, 0)] + third[got.get(2, 0)]
     assert worth == pytest.approx(best, rel=2e-4)
-
-
-def test_throughput_starves_the_slow_model_of_table_2_and_efficiency_does_not():
-    problem = table_2_problem(64)
-    assert 2 not in THROUGHPUT.allocate(problem).assignments
-    assert len(EFFICIENCY.allocate(problem).assignments[2].devices) > 20

@@ -101,13 +101,6 @@ def test_the_placement_of_the_slides_and_of_figure_3():
     assert fleet_score(placed, problem.nodes) == 1 + 1 / 2 + 1 + 1 / 4
 
 
-def test_left_overs_stop_where_they_would_slow_the_flotilla():
-    falls = Candidate(number=1, rates=(50.0, 40.0, 45.0))
-    flat = Candidate(number=2, rates=(60.0, 110.0))
-    problem = unbound([falls, flat], 4)
-    assert counts(FleetAllocator().allocate(problem)) == {1: 1, 2: 1}
-
-
 def test_fleet_keeps_to_a_finite_spread_to_phases_and_to_the_capacity():
     ahead = replace(slide_problem().by_number[4], epochs_done=1)
     problem = replace(slide_problem(), candidates=(*slide_problem().candidates[:3], ahead))
@@ -118,12 +111,6 @@ def test_fleet_keeps_to_a_finite_spread_to_phases_and_to_the_capacity():
         validate(ruled, plan)
         assert 1 in plan.assignments
         assert 4 not in plan.assignments
-
-
-def test_fleet_with_nothing_but_trials_that_can_not_move_leaves_them_alone():
-    flying = Candidate(number=7, rates=(10.0, 19.0), devices=(2,), movable=False)
-    plan = FleetAllocator().allocate(unbound([flying], 4))
-    assert {t: a.devices for t, a in plan.assignments.items()} == {7: (2,)}
 
 
 def test_one_gpu_to_one_dnn_as_on_slide_20():
@@ -144,15 +131,6 @@ def test_the_random_order_depends_on_seed_and_number_only(allocator):
     assert all(len(numbers) == 6 for numbers in chosen.values())
     fewer = [c for c in everyone if c.number in chosen[0] or c.number % 2]
     assert set(counts(allocator(seed=0).allocate(unbound(fewer, 6)))) == chosen[0]
-
-
-@pytest.mark.parametrize("allocator", [SingleDeviceAllocator(), HomogeneousAllocator()])
-def test_who_flies_stays_and_the_free_devices_go_to_one_trial_each(allocator):
-    flying = [Candidate(number=n, rates=(50.0, 90.0), devices=(n, n + 1)) for n in (0, 2)]
-    waiting = [Candidate(number=n, rates=(50.0, 90.0)) for n in range(10, 20)]
-    plan = allocator.allocate(unbound([*flying, *waiting], 8))
-    assert {n: plan.assignments[n].devices for n in (0, 2)} == {0: (0, 1), 2: (2, 3)}
-    assert sorted(counts(plan).values()) == [1, 1, 1, 1, 2, 2]
 
 
 def test_the_baseline_pays_for_a_stream_per_trial_and_the_shared_one_does_not():

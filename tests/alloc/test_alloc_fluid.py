@@ -37,25 +37,6 @@ def test_two_trials_by_hand():
     assert widths == pytest.approx([50 / 22, 38 / 22])
 
 
-def test_one_trial_has_all_that_helps_it():
-    assert fluid_optimum([LINEAR], [100.0], 4) == (2.5, pytest.approx([4.0]))
-    seconds, widths = fluid_optimum([(10.0, 15.0, 12.0, 14.0)], [30.0], 4)
-    assert (seconds, widths[0]) == (2.0, 2.0)
-
-
-def test_a_dent_in_the_rates_is_bridged():
-    # Time-sharing between 1 and 3 devices gives 20 on two of them, though r(2) is 12.
-    seconds, widths = fluid_optimum([(10.0, 12.0, 30.0)] * 2, [40.0, 40.0], 4)
-    assert seconds == pytest.approx(2.0)
-    assert widths == pytest.approx([2.0, 2.0])
-
-
-def test_a_trial_at_its_peak_leaves_the_rest_to_the_others():
-    seconds, widths = fluid_optimum([(10.0,), LINEAR, LINEAR], [100.0, 10.0, 30.0], 4)
-    assert seconds == pytest.approx(10.0)
-    assert widths == pytest.approx([1.0, 0.75, 2.25])
-
-
 @settings(max_examples=50)
 @given(instances())
 def test_no_split_of_the_devices_is_faster(instance):
@@ -70,16 +51,6 @@ def test_no_split_of_the_devices_is_faster(instance):
     reached = max(w / rate_at(r, x) for r, w, x in zip(rates, work, widths, strict=True))
     assert reached == pytest.approx(seconds)
     assert seconds <= best * (1 + 1e-9)
-
-
-@settings(max_examples=50)
-@given(instances(trials=2, devices=6), st.floats(1, 10))
-def test_more_devices_or_less_work_are_never_slower(instance, factor):
-    rates, work = instance
-    times = [fluid_optimum(rates, work, n)[0] for n in range(1, 9)]
-    assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(times))
-    more = fluid_optimum(rates, [w * factor for w in work], 3)[0]
-    assert more == pytest.approx(times[2] * factor)
 
 
 @settings(max_examples=50)

@@ -1,14 +1,11 @@
 """Whatever becomes of the solver process, there is a plan."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from multiprocessing.connection import Pipe
 
 import pytest
 from alloc_cases import counts, slide_problem
@@ -46,12 +43,6 @@ def test_the_plan_is_that_of_the_isolated_allocator(isolated):
     assert allocator.allocate(GOOD) == MipAllocator().allocate(GOOD)
 
 
-def test_plans_that_are_submitted_come_one_after_the_other(isolated):
-    allocator = isolated(Misbehaving("prattle"))
-    plans = [allocator.submit(GOOD) for _ in range(3)]
-    assert [plan.result(240).allocator for plan in plans] == ["misbehaving"] * 3
-
-
 def test_a_child_killed_in_mid_solve_is_told_at_once(isolated):
     allocator = isolated(Misbehaving("hang"))
     allocator.start()
@@ -72,16 +63,6 @@ def test_who_waits_while_it_is_closed_gets_no_plan(isolated):
     assert allocator.allocate(GOOD).allocator == "misbehaving"
 
 
-def test_a_child_killed_between_problems_is_started_again(isolated):
-    allocator = isolated(Misbehaving("hang"))
-    allocator.start()
-    child = allocator.pid
-    os.kill(child, signal.SIGKILL)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert allocator.allocate(GOOD).allocator == "misbehaving"
-    assert allocator.pid != child
-
-
 def test_a_hanging_child_is_killed_at_the_deadline(isolated):
     allocator = isolated(Misbehaving("hang"), grace_s=0.2, startup_s=240.0)
     allocator.allocate(GOOD)
@@ -97,28 +78,10 @@ def test_what_the_solver_prints_is_not_taken_for_its_answer(isolated):
     assert isolated(Misbehaving("prattle")).allocate(BAD).allocator == "misbehaving"
 
 
-def test_a_problem_larger_than_a_pipe_does_not_block_submit(isolated):
-    wide = tuple(Candidate(number=n, rates=(50.0 + n / 7,) * 600) for n in range(40))
-    allocator = isolated(Misbehaving("prattle"))
-    plan = allocator.submit(replace(GOOD, candidates=wide))
-    assert len(plan.result(240).assignments) == 4
-
-
 def test_an_allocator_that_can_not_be_sent_falls_back(isolated):
     unsendable = Misbehaving("hang", name=(n for n in "x"))
     plan = isolated(unsendable).allocate(GOOD)
     assert plan.status.startswith("fallback: solver process can't be asked")
-
-
-def test_where_no_thread_can_be_started_the_plan_is_the_fallbacks(isolated, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    allocator = isolated(Misbehaving("hang"))
-    monkeypatch.setattr(threading.Thread, "start", start)
-    plan = allocator.submit(GOOD).result(0)
-    cause = "fallback: no thread can wait for a solver: can't start new thread"
-    assert (plan.allocator, plan.status) == (GreedyAllocator().name, cause)
 
 
 def test_interrupting_the_driver_leaves_the_child_alone(isolated):
@@ -147,17 +110,3 @@ def test_a_hanging_child_dies_with_its_parent(tmp_path):
     subprocess.run(
         [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, timeout=500, check=True
     )
-
-
-def test_a_solver_whose_driver_was_killed_ends_without_a_word() -> None:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", "from optuna_fleet.alloc.isolation import main; main()"]
-    ours, theirs = Pipe()
-    fd = theirs.fileno()
-    with ours, subprocess.Popen(command, stdin=pipe, stderr=pipe, pass_fds=(fd,)) as solver:
-        theirs.close()
-        ours.send_bytes(b"?")
-        ours.close()
-        _, printed = solver.communicate(pickle.dumps(fd))
-        assert printed == b""
-    assert solver.returncode == 0

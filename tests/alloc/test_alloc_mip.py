@@ -47,13 +47,6 @@ def test_the_capacity_is_spent_where_it_gives_most_work(capacity, expected):
     assert sum(counts(plan).values()) == 6
 
 
-def test_a_whole_phase_is_preferred_to_a_further_stream():
-    ahead = Candidate(number=1, rates=(100.0,), epochs_done=5)
-    phase = [Candidate(number=n, rates=(100.0,)) for n in (2, 3)]
-    problem = AllocationProblem(candidates=(ahead, *phase), nodes=((0, 1),), phases=True)
-    assert counts(MipAllocator().allocate(problem)) == {2: 1, 3: 1}
-
-
 def test_a_trial_flies_on_where_a_move_does_not_pay():
     flying = Candidate(number=1, rates=(100.0, 110.0), devices=(1,))
     problem = AllocationProblem(candidates=(flying,), nodes=((0, 1),))
@@ -80,14 +73,6 @@ def test_a_trial_wins_that_was_passed_over_often_enough(rate):
 
 
 # -- more rates than are tried as those of flotillas ----------------------------------------------
-
-
-def test_with_more_rates_than_it_may_try_it_fills_the_fleet():
-    plan = MipAllocator().allocate(many_rates())
-    validate(many_rates(), plan)
-    assert sum(counts(plan).values()) == 24
-    assert plan.gap is not None
-    assert plan.gap < 1e-4
 
 
 def test_a_capacity_of_which_it_can_not_try_all_rates_is_kept():

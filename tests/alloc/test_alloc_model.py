@@ -94,32 +94,6 @@ def value_of(problem, made, choice):
     return work - made.flotilla_cost * fewest(problem, choice)
 
 
-def test_where_each_device_helps_less_than_the_one_before_no_solver_is_needed():
-    trials = [trial(n, np.cumsum([9.0, 7.0, 5.0 - n, 1.0]).tolist()) for n in range(4)]
-    problem = problem_of(*trials, nodes=(tuple(range(9)),))
-    made = Program.of(problem, lambda c, _: enumerate(c.rates, 1), 0.0)
-    assert made.value(by_slope(made)[0]) == best_choice(problem, made.gains, 0.0)
-
-
-def test_without_a_solver_no_device_idles_that_helps_a_trial(monkeypatch):
-    monkeypatch.setattr(mip.Model, "optimize", None)
-    for num_devices in range(
-        1, 12
-    ):  # all scale perfectly: no trial is worth one more than another
-        problem = problem_of(*(trial(n) for n in range(3)), nodes=(tuple(range(num_devices)),))
-        assert sum(counts(THROUGHPUT.allocate(problem)).values()) == num_devices
-
-
-def test_devices_of_one_type_are_no_mixture_and_not_worth_what_one_is():
-    rates = {"a": (30.0, 60.0), "b": (1.0, 2.0), SEVERAL: (20.0, 40.0)}
-    stays = trial(1, rates, devices=(0,), at="a", max_devices=1, movable=False)
-    problem = problem_of(stays, trial(2, rates), nodes=((0,), (1, 2)), kinds=("a", "b"))
-    for allocator in (THROUGHPUT, MipAllocator()):
-        plan = allocator.allocate(problem)
-        validate(problem, plan)
-        assert plan.assignments[2].rate == 2.0
-
-
 # -- BFTrainer's model, as published --------------------------------------------------------------
 
 
@@ -170,16 +144,6 @@ def test_throughput_reaches_the_optimum_of_the_published_model(seed):
     widths = counts(allocator.allocate(problem_of_trainers(trainers, num_nodes)))
     reached = sum(t.values(forward_s)[0, widths.get(n, 0)] for n, t in enumerate(trainers))
     assert reached == pytest.approx(best, rel=2 * model._RELATIVE_GAP)
-
-
-def test_the_published_big_m_forbids_large_steps():
-    # Eq. 10 needs M >= 2 |N_j - C_j|: with M = |N| + 1 = 5 a trial that waits gets two nodes at
-    # most, though it is alone and scales perfectly.
-    rates = {n: 10.0 * n for n in range(5)}
-    trainer = Trainer(rates, smallest=1, largest=4, up_s=0.0, down_s=0.0, nodes=frozenset())
-    assert published_optimum([trainer], 4, 10.0, big_m=4 + 1) == (pytest.approx(200.0), (2,))
-    assert published_optimum([trainer], 4, 10.0, big_m=2 * 4 + 2) == (pytest.approx(400.0), (4,))
-    assert counts(THROUGHPUT.allocate(problem_of_trainers([trainer], 4))) == {0: 4}
 
 
 # -- in need --------------------------------------------------------------------------------------
@@ -262,11 +226,3 @@ def test_large_fleets_are_used_with_a_solver_and_without(monkeypatch, fails):
         validate(problem, plan)
         assert sum(counts(plan).values()) >= 0.98 * num_devices  # all, but for want of time
         assert plan.status.startswith("fallback") or not fails
-
-
-def test_what_no_better_choice_can_have_is_left_out():
-    problem = large_problem(64, 64)
-    made = Program.of(problem, THROUGHPUT.worth(problem), 0.0)
-    start, prices = by_slope(made)
-    kept = made.without_hopeless(made.value(start), prices).options
-    assert len(kept) < len(made.options) / 2

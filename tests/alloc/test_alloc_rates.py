@@ -11,10 +11,6 @@ def profile(**measured):
     return RateProfile(structure="s", measured={int(k[1:]): float(v) for k, v in measured.items()})
 
 
-def test_measured_rates_are_returned_as_measured():
-    assert profile(m1=100, m2=190, m3=150).rates(3) == (100, 190, 150)
-
-
 def test_eq5_by_hand():
     # r(3)/3 = 90, r(2)/2 = 100: each further device leaves 0.9 of the rate per device.
     rates = profile(m1=110, m2=200, m3=270).rates(5)
@@ -34,16 +30,6 @@ def test_a_single_width_extrapolates_with_the_scaling_given():
 
 def test_between_and_below_measured_widths():
     assert profile(m2=100, m4=180).rates(4) == pytest.approx((50, 100, 140, 180))
-
-
-def test_noise_that_looks_superlinear_does_not_compound():
-    assert profile(m1=100, m2=220).rates(10)[9] == pytest.approx(10 * 110)
-
-
-def test_a_new_measurement_replaces_the_old_one_and_leaves_the_profile_alone():
-    first = profile(m1=100, m2=150)
-    assert first.with_measurement(2, 180.0).rates(2) == (100, 180)
-    assert first.rates(2) == (100, 150)
 
 
 @settings(max_examples=60)
@@ -74,10 +60,6 @@ def test_rate_of_times_the_last_20_of_48_batches():
 def test_rate_of_ignores_one_pause_but_not_a_slow_half():
     assert rate_of([1.0] * 10 + [60.0] + [1.0] * 9, [10] * 20) == pytest.approx(10)
     assert rate_of([1.0, *[1.0, 3.0] * 10], [10] * 21) == pytest.approx(5, rel=0.06)
-
-
-def test_rate_of_weighs_a_short_last_batch_by_its_size():
-    assert rate_of([1.0, 1.0, 1.0, 0.5], [10, 10, 10, 5]) == pytest.approx(10)
 
 
 def test_rate_of_leaves_out_the_first_batch_unless_it_is_the_only_one():

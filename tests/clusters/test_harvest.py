@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.slurm import harvest
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from tests.clusters.hub import AGENT, Hub
-from tests.clusters.slurm_lab import NODES, SlurmLab
+from tests.clusters.slurm_lab import SlurmLab
 
 
 def hub_of(folder: Path, sbatch: str = "", **options: Any) -> Hub:
@@ -27,14 +26,6 @@ def joined_and_seen(hub: Hub, slurm: SlurmLab) -> str:
     return hub.nodes()[0]
 
 
-def test_pilots_join_and_are_cancelled_in_the_end(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, gpus_per_node=1) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 3)
-        assert set(hub.nodes()) < set(NODES)
-        assert {agent.told["CUDA_VISIBLE_DEVICES"] for agent in hub.agents} == {"0"}
-    slurm.wait_for(lambda: not slurm.queue())
-
-
 def test_no_variable_of_the_user_hides_pilots(
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,20 +37,6 @@ def test_no_variable_of_the_user_hides_pilots(
             joined_and_seen(hub, slurm)
             assert len(slurm.run("env", "-u", "SQUEUE_PARTITION", "squeue", "-h").split("\n")) == 1
     slurm.wait_for(lambda: not slurm.queue())
-
-
-def test_as_many_wait_as_are_wanted(slurm: SlurmLab, tmp_path: Path) -> None:
-    blocker = slurm.submit("sleep 1000", "--nodes=4", "--exclusive")
-    slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")
-    with hub_of(tmp_path, max_nodes=4) as hub:
-        hub.engine.want(2)
-        slurm.wait_for(lambda: len(slurm.queue()) == 3)
-        hub.engine.want(1)
-        slurm.wait_for(lambda: len(slurm.queue()) == 2)
-        hub.engine.want(None)
-        slurm.wait_for(lambda: len(slurm.queue()) == 5)
-        slurm.run("scancel", blocker)
-        hub.wait_for(lambda: hub.nodes() == sorted(NODES))
 
 
 def test_pilots_that_nobody_uses_are_cancelled_with_notice(
@@ -109,11 +86,3 @@ def test_pilots_that_share_a_node_have_names_of_their_own(slurm: SlurmLab, tmp_p
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         jobs = sorted(agent.told["SLURM_JOB_ID"] for agent in hub.agents)
         assert hub.nodes() == [f"node1.{job}" for job in jobs]
-
-
-def test_a_submission_that_can_not_work_is_an_error(slurm: SlurmLab, tmp_path: Path) -> None:
-    with (
-        hub_of(tmp_path, partition="nowhere") as hub,
-        pytest.raises(LaunchError, match="invalid partition"),
-    ):
-        hub.wait_for(lambda: False)

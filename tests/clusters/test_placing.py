@@ -1,25 +1,20 @@
-"""The threads of engines: what they must not lose, and when they must not wait."""
+"""The threads of engines: none dies unheard."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from optuna_fleet import LocalCluster, processes
+from optuna_fleet import LocalCluster
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.engine import Engine, PlacingEngine
-from optuna_fleet.executor.cluster.slurm import harvest as harvesting
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
-from optuna_fleet.executor.cluster.slurm.commands import Job
-from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
@@ -48,39 +43,6 @@ class Noting(PlacingEngine):
 
     def _is_stuck(self) -> None:
         self.noted.append("stuck")
-
-
-def test_one_that_is_opened_again_waits_for_what_it_still_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks, answers = threading.Event(), threading.Event()
-
-    class Thread(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            if timeout is None:
-                answers.set()
-            super().join(timeout)
-
-    def wait() -> None:
-        looks.set()
-        answers.wait()
-
-    monkeypatch.setattr(threading, "Thread", Thread)
-    engine = Noting(wait)
-    engine.open(INVITATION, SimpleNamespace(put=lambda event: None))
-    looks.wait()
-    engine._end_limit_s = 0.0
-    engine.close()
-    monkeypatch.undo()
-    try:
-        engine.open(INVITATION, SimpleNamespace(put=lambda event: None))
-        assert engine.noted[:5] == ["prepare", "act", "stuck", "leave", "prepare"]
-    finally:
-        answers.set()
-        engine.close()
-
-
-# -- no thread dies unheard ----------------------------------------------------------------------
 
 
 def told_by(engine: Engine) -> str:
@@ -122,81 +84,4 @@ def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.Monk
     assert "too many processes" in told_by(engine)
 
 
-def test_an_agent_that_is_to_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def process(options: Any, threads: int) -> ModuleProcess:
-        return ModuleProcess("tests.executor.stops_itself", None, environment={})
-
-    monkeypatch.setattr(processes, "_GRACE_S", None)  # or it would be for ever
-    monkeypatch.setattr(local, "AgentProcess", process)
-    options: Any = SimpleNamespace(devices=1, device_type="cpu")
-    engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
-    with contextlib.closing(Inbox()) as inbox:
-        engine.open(INVITATION, inbox)
-        engine.end("local-0", for_good=True)
-    engine.close()
-    assert engine.expected() == ()
-
-
 # -- pilots --------------------------------------------------------------------------------------
-
-
-class Slurm:
-    """Its commands, by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queues: list[list[Job]] = []
-        self.commands: list[tuple[str, ...]] = []
-        self.refuses = ""
-        monkeypatch.setattr(harvesting, "ask_jobs", self._queue)
-        monkeypatch.setattr(harvesting, "ask", self._ask)
-        monkeypatch.setattr(HarvestEngine, "_run", lambda engine: None)  # the test is the thread
-
-    def _queue(self, *options: str) -> list[Job]:
-        if not self.queues:
-            raise LaunchError("`squeue` failed: Unable to contact slurm controller")
-        return self.queues.pop(0)
-
-    def _ask(self, *command: str, **_: Any) -> None:
-        if command[0] == self.refuses:
-            raise LaunchError(f"`{command[0]}` failed: Unable to contact slurm controller")
-        self.commands.append(command)
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    return Slurm(monkeypatch)
-
-
-@pytest.fixture
-def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
-    """It has submitted one pilot."""
-    engine: Any = HarvestEngine(HarvestCluster(max_nodes=1, logs=tmp_path), ("agent",))
-    engine.open(INVITATION, SimpleNamespace(put=lambda event: None))
-    engine._act()
-    yield engine
-    engine.close()
-
-
-PILOT = Job(number="7", state="RUNNING", nodes=("node1",))
-
-
-def test_a_lost_node_is_given_back_once_as_soon_as_slurm_does_it(
-    slurm: Slurm, harvest: Any
-) -> None:
-    slurm.queues.append([PILOT])
-    harvest._act()
-    harvest.end("node1")
-    harvest._act()  # Slurm does not answer
-    slurm.queues += [[PILOT]] * 3
-    for refuses in ("scancel", "", ""):
-        slurm.refuses = refuses
-        harvest._act()
-    assert [command for command in slurm.commands if command[0] == "scancel"] == [("scancel", "7")]
-
-
-def test_pilots_that_slurm_does_not_cancel_in_the_end_are_told_of(
-    slurm: Slurm, harvest: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    slurm.refuses = "scancel"
-    harvest._leave()
-    assert f"`scancel --name={harvest._job_name}` removes them" in caplog.text

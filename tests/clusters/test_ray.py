@@ -26,31 +26,6 @@ def ray_nodes() -> Iterator[RayNodes]:
         yield nodes
 
 
-def test_an_agent_has_what_the_actor_has_reserved(ray_nodes: RayNodes) -> None:
-    with Hub(ray_nodes.engine()) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        options = sorted(agent.told["options"] for agent in hub.agents)
-    assert options == [["--device-type=cpu", f"--devices={n}"] for n in (1, 2)]
-
-
-def test_nodes_that_are_added_are_used_and_those_removed_are_told_of(ray_nodes: RayNodes) -> None:
-    with Hub(ray_nodes.engine()) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        before = set(hub.nodes())
-        added = ray_nodes.add(cpus=1)
-        hub.wait_for(lambda: len(hub.nodes()) == 3)
-        [name] = set(hub.nodes()) - before
-        ray_nodes.remove(added)
-        hub.wait_for(lambda: hub.gone() == [name] and len(hub.nodes()) == 2)
-        for agent in list(hub.agents):  # so that whatever else is told of the node comes first
-            agent.end(0)
-        hub.wait_for(lambda: len(hub.gone()) >= 3)
-    assert hub.gone().count(name) == 1
-    # Of a node that dies at once, either may be heard first.
-    cause = hub.departures[0].cause
-    assert cause.startswith(("its Ray actor died: ", "its agent ended with signal "))
-
-
 def test_missing_nodes_are_awaited(ray_nodes: RayNodes) -> None:
     with Hub(ray_nodes.engine(num_nodes=4, cpus_per_node=1)) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
@@ -138,18 +113,6 @@ def test_a_ray_that_is_shut_down_is_an_error(ray_nodes: RayNodes) -> None:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         ray.shutdown()
         with pytest.raises(LaunchError, match=r"more: ray\.shutdown"):
-            hub.wait_for(lambda: False)
-
-
-def test_it_ends_where_all_nodes_are_left_out(ray_nodes: RayNodes) -> None:
-    engine = RayEngine(RayCluster(address=ray_nodes.address), ("-c", "exit(2)"), "cpu")
-    with Hub(engine) as hub:
-        hub.wait_for(lambda: len(set(hub.gone())) == 2)
-        assert all("ended with exit code 2" in gone.cause for gone in hub.departures)
-        assert all(gone.is_replaced for gone in hub.departures)
-        for name in set(hub.gone()):
-            engine.end(name, for_good=True)
-        with pytest.raises(LaunchError, match="agents of all nodes failed"):
             hub.wait_for(lambda: False)
 
 

@@ -36,12 +36,6 @@ def test_nothing_is_left_in_the_allocation_and_no_end_is_told_where_there_is_non
     assert slurm.run("squeue", "-h", "--steps", "-j", job, "-o", "%i") == ""
 
 
-def test_nodes_may_be_uneven(allocate) -> None:
-    with hub_of(allocate("--ntasks=6")) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        assert sorted(a.told["SLURM_CPUS_ON_NODE"] for a in hub.agents) == ["2", "4"]
-
-
 @pytest.mark.parametrize(
     ("options", "gpus"),
     [
@@ -66,17 +60,6 @@ def test_agents_have_all_gpus_however_they_were_asked_for(
         assert again["CUDA_VISIBLE_DEVICES"] == first["CUDA_VISIBLE_DEVICES"]
 
 
-def test_a_node_that_fails_is_told_of_and_the_others_go_on(allocate, slurm) -> None:
-    with hub_of(allocate("--nodes=4")) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 4)
-        slurm.crash("node3")
-        hub.wait_for(lambda: hub.gone())
-        (departure,) = hub.departures
-        assert (departure.node, departure.is_replaced) == ("node3", False)
-        hub.wait_for(lambda: hub.nodes() == ["node1", "node2", "node4"])
-        assert "node3" not in hub.engine.expected()
-
-
 def test_a_node_that_has_failed_before_is_no_matter(allocate, slurm) -> None:
     job = allocate("--nodes=4")
     slurm.crash("node2")  # the variables of the batch script still name it
@@ -91,27 +74,6 @@ def test_a_queue_that_can_not_be_asked_ends_nothing(allocate, monkeypatch) -> No
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
 
 
-def test_an_answer_that_can_not_be_read_ends_the_call(monkeypatch) -> None:
-    answer = mock.Mock(side_effect=lambda job: b"Comment=\xfc".decode())
-    monkeypatch.setattr(cluster, "ask_allocation", answer)
-    with hub_of("7") as hub, pytest.raises(LaunchError, match="job 7 can't be read: UnicodeDec"):
-        hub.wait_for(lambda: False)
-
-
-def test_a_terminal_that_blocks_holds_up_no_turn(tmp_path, monkeypatch) -> None:
-    srun, (ours, theirs) = tmp_path / "srun", os.pipe()
-    srun.write_text("#!/bin/sh\nhead -c 100000 /dev/zero | tr '\\0' x >&2; echo >&2; exit 1\n")
-    srun.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
-    monkeypatch.setattr(cluster, "ask_allocation", mock.Mock(side_effect=LaunchError("no")))
-    with open(ours, "rb") as read, open(theirs, "w") as blocks:
-        monkeypatch.setattr("sys.__stderr__", blocks)
-        with hub_of("7") as hub:
-            hub.wait_for(lambda: hub.gone() == ["node1"])
-            assert len(read.read(100001)) == 100001
-
-
 def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
     array = slurm.submit("sleep 1000", "--array=0-3", "--exclusive")
     slurm.wait_for(lambda: list(slurm.queue().values()) == ["RUNNING"] * 4)
@@ -120,18 +82,6 @@ def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", node)
     with hub_of(array) as hub:
         hub.wait_for(lambda: hub.nodes() == [node])
-
-
-@pytest.mark.parametrize("exit_code", [0, 3])
-def test_an_agent_that_ends_is_replaced(exit_code: int, allocate, capfd) -> None:
-    with hub_of(allocate("--nodelist=node1,node2")) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        hub.agent_of("node1").end(exit_code)
-        hub.wait_for(lambda: hub.gone() == ["node1"])
-        assert hub.departures[0].exit_code == exit_code
-        assert hub.departures[0].is_replaced
-        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
-    assert "srun: " not in capfd.readouterr().err  # the departure says it
 
 
 def refusing_once(why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -144,16 +94,6 @@ def refusing_once(why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     srun.chmod(0o700)
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     return refuses
-
-
-def test_the_first_srun_may_be_refused_in_passing(allocate, tmp_path, monkeypatch) -> None:
-    job = allocate("--nodelist=node1,node2")
-    why = "Socket timed out on send/recv operation"
-    refusing_once(why, tmp_path, monkeypatch).touch()
-    monkeypatch.setattr(cluster, "_PUT_OFF_S", 0.0)
-    with hub_of(job) as hub:
-        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
-        assert hub.departures == []
 
 
 def test_one_that_slurm_does_not_start_now_is_started_later(
@@ -170,15 +110,6 @@ def test_one_that_slurm_does_not_start_now_is_started_later(
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
         assert hub.gone() == ["node1"]
         assert all(departure.is_replaced for departure in hub.departures)
-
-
-def test_draining_a_node_ends_nothing(allocate, slurm) -> None:
-    with hub_of(allocate("--nodelist=node1,node2")) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        slurm.run("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=test")
-        hub.agent_of("node1").end(1)
-        hub.wait_for(lambda: hub.gone() == ["node1"])
-        assert "node2" in hub.nodes()
 
 
 def test_the_time_limit_is_a_known_departure(allocate) -> None:
@@ -209,15 +140,6 @@ def test_a_time_limit_that_is_put_off_is_told_before_it_comes(
         hub.wait_for(lambda: len(hub.departures) == 2)
         before, after = (departure.by or 0.0 for departure in hub.departures)
         assert after - before == (300 if limit == "10" else math.inf)
-
-
-def test_an_agent_that_is_placed_again_has_the_same_time_limit(allocate) -> None:
-    with hub_of(allocate("--nodelist=node1", "--time=5")) as hub:
-        hub.wait_for(lambda: hub.nodes() and hub.departures)
-        hub.agent_of("node1").end(1)
-        hub.wait_for(lambda: len(hub.departures) == 3)
-        limit, end, again = hub.departures
-        assert (end.by, again) == (None, limit)
 
 
 def test_scancel_ends_all(allocate, slurm) -> None:
@@ -274,13 +196,6 @@ def test_a_handler_of_the_script_stays(allocate) -> None:
         hub.wait_for(lambda: hub.departures)
         assert signal.getsignal(signal.SIGTERM) is own
     assert signal.signal(signal.SIGTERM, others) is own
-
-
-def test_steps_get_a_notice_of_preemption(allocate, slurm) -> None:
-    with hub_of(allocate("--nodes=4", "--partition=low", "--exclusive")) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 4)
-        slurm.submit("true", "--partition=high", "--nodes=4", "--exclusive")
-        hub.wait_for(lambda: all(agent.noticed for agent in hub.agents))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,3 @@ def test_parts_that_fail_or_hang_are_told_of_and_the_others_run(gpu: Any, tmp_pa
     assert "done" in good
     assert "| a table |" in good
     assert gpu.write_report(report, parts[-1:])
-
-
-def test_on_a_gpu_it_takes_8_minutes_at_most(gpu: Any) -> None:
-    assert sum(part.limit_s + gpu._LAST_WORDS_S for part in gpu.parts_for("cuda")) <= 480

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optuna_fleet.replay.trace import load_trace
 from tests.nursery import Nursery
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -48,20 +47,6 @@ def trace(tmp_path: Path) -> Path:
 def harvest(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("harvest")
-
-
-@pytest.fixture
-def piece(harvest: Any, trace: Path) -> Any:
-    whole = load_trace(trace)
-    return harvest.piece_of(whole, begin_s=40.0, length_s=100.0, num_nodes=2, compression=10.0)
-
-
-def test_a_piece_has_the_nodes_that_change_most_in_compressed_time(
-    harvest: Any, piece: Any
-) -> None:
-    assert piece.names == ("a", "c")
-    changes = [(change.time_s, change.joined, change.left) for change in piece.changes()]
-    assert changes == [(0, (0, 1), ()), (2, (), (0,)), (5, (0,), (1,)), (10, (), ())]
 
 
 def test_it_lives_through_a_trace_and_replays_it(

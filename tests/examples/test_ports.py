@@ -200,36 +200,6 @@ def test_trials_survive_the_death_of_their_process(nursery: Nursery, tmp_path: P
     assert sorted(run_again.intermediate_values) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
-MISSING = """
-import importlib, sys
-
-for package, port in (pair.split(":") for pair in sys.argv[1:]):
-    sys.modules[package] = None  # as if it were not installed
-    try:
-        importlib.import_module(port)
-    except SystemExit as advice:
-        print(advice)
-"""
-
-
-def test_a_missing_package_is_named_in_one_line(nursery: Nursery, tmp_path: Path) -> None:
-    missing = (
-        "lightning.pytorch:pytorch_lightning_simple",
-        "ignite.engine:pytorch_ignite_simple",
-        "optuna_integration:pytorch_distributed_simple",
-        "transformers:transformers_simple",
-    )
-    script = tmp_path / "missing.py"
-    script.write_text(MISSING)
-    lines = printed_in(nursery.run(script, *missing)).splitlines()
-    assert [line.rpartition("; ")[2] for line in lines] == [
-        "please: pip install lightning optuna-integration",
-        "please: pip install pytorch-ignite optuna-integration",
-        "please: pip install optuna-integration",
-        "please: pip install transformers accelerate datasets",
-    ]
-
-
 _FILE, _LINES = r"(\w+_fleet)\.py\)", r"(\d+) new or edited, (\d+) gone"
 
 
@@ -247,8 +217,3 @@ def test_tables_have_the_lines_that_differ(page: str) -> None:
 def test_an_unchanged_script_has_three_new_lines() -> None:
     for _, simple, fleet in porting.SCRIPTS.values():
         assert porting.changes(simple, fleet)["unchanged"] == (3, 0)
-
-
-def test_ports_are_short() -> None:
-    lengths = {path.name: len(path.read_text().splitlines()) for path in PORTS.glob("*.py")}
-    assert {name: length for name, length in lengths.items() if length > 100} == {}

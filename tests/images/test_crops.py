@@ -7,12 +7,10 @@ import pytest
 import torch
 from PIL import Image
 from test_decoding import encoded, photograph
-from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional
 
-from optuna_fleet import RandomResizedCrop, SharedPipeline, read_image, take_apart
+from optuna_fleet import RandomResizedCrop, read_image
 from optuna_fleet.images import crops, decoding
 
 
@@ -114,25 +112,6 @@ def test_bits_of_torchvision(flip):
             assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.usefixtures("kernel")
-def test_other_tensors_and_pictures_are_flipped_too():
-    picture = photograph()
-    image = functional.pil_to_tensor(picture)
-    theirs = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip()])
-    ours = RandomResizedCrop(16, flip=0.5)
-    inputs = [image.float(), image[:1], image.expand(2, 3, -1, -1), image[:1].expand(3, -1, -1)]
-    for seed in range(6):
-        for given in inputs:
-            torch.manual_seed(seed)
-            wanted = theirs(given)
-            torch.manual_seed(seed)
-            assert torch.equal(ours(given), wanted)
-        torch.manual_seed(seed)
-        wanted = theirs(picture)
-        torch.manual_seed(seed)
-        assert ours(picture).tobytes() == wanted.tobytes()
-
-
 def test_compiled_step_refuses_what_would_lie_outside():
     if crops._resample is None:
         pytest.skip("not compiled: python setup.py build_ext --inplace")
@@ -147,44 +126,6 @@ def test_compiled_step_refuses_what_would_lie_outside():
             crops._resample.resized_crop(source, (0, 0, 4, 4), target, False)
     with pytest.raises((ValueError, BufferError)):
         crops._resample.resized_crop(image, (0, 0, 4, 4), out[:, ::2], False)
-
-
-class Photographs(Dataset):
-    def __init__(self, transform):
-        self.transform = transform
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return self.transform(read_image(encoded(photograph(seed=index)))), index
-
-
-END = [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.2] * 3)]
-
-
-def batches(pipeline):
-    return [batch.data for batch in pipeline.inline().read("train", epoch=1, batch_size=3)]
-
-
-def test_pipeline_repeats_the_crop_alone():
-    dataset = Photographs(v2.Compose([RandomResizedCrop(8, flip=0.5), *END]))
-    dataset, augment, finish = take_apart(dataset, augment=0, finish=1)
-    pipeline = SharedPipeline(train=dataset, augment=augment, finish=finish)
-    theirs = [v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), *END]
-    wanted = SharedPipeline(train=Photographs(v2.Compose(theirs)))
-    for ours, other in zip(batches(pipeline), batches(wanted), strict=True):
-        assert torch.equal(ours[0], other[0])
-
-
-def test_tv_tensors_stay_what_they_are():
-    image = tv_tensors.Image(read_image(encoded(photograph())))
-    torch.manual_seed(0)
-    wanted = v2.RandomResizedCrop(16)(image)
-    torch.manual_seed(0)
-    got = RandomResizedCrop(16)(image)
-    assert type(got) is tv_tensors.Image
-    assert torch.equal(got, wanted)
 
 
 @pytest.mark.usefixtures("decoder")
@@ -213,12 +154,6 @@ def test_scaled_decoding_gives_nearly_the_same_picture(width, height, monkeypatc
     shapes = {tuple(image.shape[1:]) for image in decoded}
     assert len(shapes) > 2
     assert shapes <= {(-(-height * k // 8), -(-width * k // 8)) for k in (1, 2, 4, 8)}
-
-
-def test_scale_is_chosen_by_the_crop():
-    crop = RandomResizedCrop((10, 20))
-    boxes = [(80, 160), (79, 400), (40, 80), (20, 40), (19, 40), (20, 39), (400, 30)]
-    assert [crop._eighths((0, 0, h, w)) for h, w in boxes] == [1, 2, 2, 4, 8, 8, 8]
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,3 @@ def test_what_a_note_says_already_is_kept(fleet: Any) -> None:
     note = note_of(study, 0)
     assert note.startswith("of my own\n\n### On the fleet\n")
     assert note.count("### On the fleet") == 1
-
-
-def test_of_trials_that_were_on_no_fleet_there_is_nothing_to_say() -> None:
-    study = optuna.create_study()
-    study.optimize(lambda trial: 1.0, n_trials=1, callbacks=[note_flights])
-    assert note_of(study, 0) == ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,30 +228,11 @@ def test_the_check_clears_it(objective: Any) -> None:
     assert report.may_move, report
 
 
-def test_a_value_per_step_is_that_of_all_devices(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        trainer = fit(trial, Usual(0.01), trial.batches("val", BATCH_SIZE), max_epochs=2)
-        return trainer.callback_metrics["train_loss"].item()
-
-    is_alike(three, objective, *WIDE, rel=1e-3)
-    is_alike(three, objective, *MOVED, rel=1e-3)
-
-
 class Logs(Classifier):
     """Under a name that Lightning has not warned of in this process."""
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("logged_by_nobody_else", self.loss(batch))
-
-
-def test_nobody_is_told_to_reduce_what_is_reduced(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            fit(trial, Logs(), trial.batches("val", BATCH_SIZE))
-        return sum("sync_dist" in str(warning.message) for warning in told)
-
-    assert flown(three, objective, Leg((0, 1))).value == 0
 
 
 def test_mixed_precision_is_that_of_one_device(three: Any) -> None:
@@ -376,29 +356,6 @@ def test_what_is_monitored_is_no_value_of_one_device(
     assert {e.max_devices for e in three.events if isinstance(e, WidthLimited)} == {1}
 
 
-def test_epochs_after_a_move_are_trained_with_max_steps_too(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        trainer = fit(trial, model := Classifier(), max_epochs=EPOCHS, max_steps=8)
-        trial.set_user_attr("steps", trainer.global_step)
-        return size_of(model)
-
-    assert is_alike(three, objective, *MOVED).user_attrs["steps"] == 8
-
-
-class WithTest(Classifier):
-    def test_step(self, batch: Any, index: int) -> None:
-        self.log("tested", self.loss(batch))
-
-
-def test_a_test_is_that_of_all_devices(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        trial.prepare(model := WithTest())
-        trainer = pl.Trainer(**QUIET, strategy=FleetStrategy(trial))
-        return trainer.test(model, trial.batches("val", BATCH_SIZE), verbose=False)[0]["tested"]
-
-    is_alike(three, objective, *WIDE)
-
-
 class Predicts(Classifier):
     def predict_step(self, batch: Any, index: int) -> Any:
         return {"outputs": self.layers(batch[0]), "labels": self.all_gather(batch[1]).tolist()}
@@ -413,15 +370,6 @@ def test_each_device_has_all_predictions(three: Any) -> None:
         return sum_of_all + trainer.validate(model, trial.batches("val"), verbose=False)[0]["val"]
 
     is_alike(three, objective, *WIDE)
-
-
-def test_averages_of_weights_move_along(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        averages = pl.callbacks.EMAWeightAveraging(decay=0.9)
-        fit(trial, model := Classifier(), max_epochs=EPOCHS, callbacks=[averages])
-        return size_of(model)
-
-    is_alike(three, objective, *MOVED)
 
 
 class Steady(Classifier):
@@ -447,18 +395,6 @@ def test_the_epoch_that_averages_of_weights_add_is_trained_too(three: Any) -> No
     assert alone.user_attrs["seen"] == 1
 
 
-def test_averages_of_weights_are_those_of_a_trial_that_did_not_move(three: Any) -> None:
-    """Without validation Lightning would step once more, with the last gradients."""
-
-    def objective(trial: Any) -> float:
-        model = Steady()
-        for max_epochs in (2, 3):
-            fit(trial, model, max_epochs=max_epochs, callbacks=averages())
-        return size_of(model)
-
-    is_alike(three, objective, Leg((0, 1), 2), Leg((1,), 4), Leg((2,)))
-
-
 class Worse(Classifier):
     """With each epoch."""
 
@@ -481,21 +417,6 @@ def test_the_best_of_the_checkpoints_moves_along(
     assert moved.value == 0
     assert Path(moved.user_attrs["best_file"]).parent == tmp_path / "best" / "0"
     assert Path(moved.user_attrs["best_file"]).is_file()
-
-
-def test_each_of_several_loaders_is_that_of_all_devices(three: Any) -> None:
-    class Several(Classifier):
-        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-            self.log("val", self.loss(batch))
-
-    def objective(trial: Any) -> float:
-        loaders = [trial.batches("val", size) for size in (BATCH_SIZE, 5)]
-        trainer = fit(trial, model := Several(), loaders)
-        seen = [float(value) for value in trainer.callback_metrics.values()]
-        validated = trainer.validate(model, loaders, verbose=False)
-        return sum(seen) + sum(value for one in validated for value in one.values())
-
-    is_alike(three, objective, *WIDE)
 
 
 def test_a_trial_may_fit_several_times(three: Any) -> None:
@@ -550,3 +471,30 @@ def test_a_trial_must_have_an_end(three: Any, max_epochs: int) -> None:
 def test_plain_optuna_is_told_of() -> None:
     with pytest.raises(FleetConfigError, match="given a `FixedTrial`"):
         FleetStrategy(optuna.trial.FixedTrial({}))  # type: ignore[arg-type]
+
+
+class Rest(Classifier):
+    """Of what a Trainer does: several loaders, and a test."""
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch))
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("tested", self.loss(batch))
+
+
+def test_the_rest_of_a_trainer(three: Any) -> None:
+    """Several loaders, `max_steps`, averages of weights that move along, and a test."""
+
+    def objective(trial: Any) -> float:
+        loaders = [trial.batches("val", size) for size in (BATCH_SIZE, 5)]
+        averages = pl.callbacks.EMAWeightAveraging(decay=0.9)
+        options = {"max_epochs": EPOCHS, "max_steps": 8, "callbacks": [averages]}
+        trainer = fit(trial, model := Rest(), loaders, **options)
+        trial.set_user_attr("steps", trainer.global_step)
+        seen = sum(float(value) for value in trainer.callback_metrics.values())
+        tested = trainer.test(model, loaders[0], verbose=False)[0]["tested"]
+        return size_of(model) + seen + tested
+
+    for legs in (WIDE, MOVED):
+        assert is_alike(three, objective, *legs).user_attrs["steps"] == 8

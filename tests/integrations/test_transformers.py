@@ -396,27 +396,6 @@ def test_a_pruned_trial_frees_its_devices(three: Any, tmp_path: Path) -> None:
     assert flown(three, objective, Leg((0, 1, 2))).state is optuna.trial.TrialState.COMPLETE
 
 
-class AsSeq2Seq(Trainer):
-    """Computes losses of evaluations by itself, as `Seq2SeqTrainer` when it generates."""
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            logits = model(**inputs).logits
-            return F.cross_entropy(logits.mT, inputs["labels"]), None, None
-
-
-class Seq2SeqOnFleet(FleetTrainerMixin, AsSeq2Seq):
-    pass
-
-
-def test_losses_that_are_computed_without_a_count_are_means_over_labels(
-    three: Any, tmp_path: Path
-) -> None:
-    objective = objective_of("language model", tmp_path, Seq2SeqOnFleet, num_train_epochs=1)
-    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
-    assert wide.value == pytest.approx(alone.value, rel=1e-10)
-
-
 class Counts(transformers.TrainerCallback):  # type: ignore[misc]
     """Which processes say that they are the first; what is done of each kind."""
 
@@ -480,35 +459,6 @@ def test_the_rest_of_a_trainer(three: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             trial.user_attrs["predicted"], alone.user_attrs["predicted"], rtol=1e-8
         )
-
-
-class Stops(transformers.TrainerCallback):  # type: ignore[misc]
-    """Ends a training in the midst of its second epoch, between two logs."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 9
-
-
-def test_what_a_training_gave_stays_after_a_move_in_a_later_one(
-    three: Any, tmp_path: Path
-) -> None:
-    def objective(trial: Any) -> float:
-        transformers.logging.set_verbosity_error()
-        args = arguments(str(tmp_path), eval_strategy="no")
-        trainer = FleetTrainer(
-            trial, model=classifier(), args=args, train_dataset="train", callbacks=[Stops()]
-        )
-        first = seen_by(trainer, trainer.train())
-        trainer.remove_callback(Stops)
-        trial.set_user_attr("seen", [first, seen_by(trainer, trainer.train())])
-        return 0.0
-
-    alone = flown(three, objective, Leg((0,))).user_attrs["seen"]
-    assert [each["steps"] for each in alone] == [9, 18]
-    for legs in ([Leg((0,), 3), Leg((1,))], [Leg((0, 1), 3), Leg((2,), 4), Leg((2, 0))]):
-        moved = flown(three, objective, *legs).user_attrs["seen"]
-        for one, other in zip(moved, alone, strict=True):
-            compare(one, other, 1e-10)
 
 
 @pytest.mark.parametrize(

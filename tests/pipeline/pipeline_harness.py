@@ -25,6 +25,7 @@ from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.preprocessor.order import draw, permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.read_plan import shard
+from optuna_fleet.pipeline.server import workers
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS
 from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
@@ -58,6 +59,7 @@ class Agent:
         pipeline: SharedPipeline,
         *,
         share: Callable[[_Loop, PipelineSetup], Sharing] | None = None,
+        idle_s: float = workers.IDLE_S,
         **options: Any,
     ) -> None:
         setup = _setup(pipeline, **options)
@@ -68,6 +70,7 @@ class Agent:
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
+            workers.IDLE_S = idle_s
             _exit_after(lambda: self._run(control, setup, share))
         control.close()
         self._control.settimeout(_PATIENCE_S)
@@ -148,10 +151,13 @@ def _setup(
     num_preprocessors: int = 2,
     memory_bytes: int = 64 << 20,
     finish_on_device: bool = False,
+    is_adaptive: bool = False,
+    niceness: int = 0,
     **more: Any,
 ) -> PipelineSetup:
     """The setup with budgets that a user can't ask for."""
-    setup = pipeline.packed().setup(num_preprocessors, finish_on_device=finish_on_device)
+    how = {"is_adaptive": is_adaptive, "niceness": niceness}
+    setup = pipeline.packed().setup(num_preprocessors, finish_on_device=finish_on_device, **how)
     return replace(setup, memory_bytes=memory_bytes, **more)
 
 

@@ -3,32 +3,17 @@
 import contextlib
 import os
 import select
-import socket
 from functools import partial
-from types import SimpleNamespace
 
-import pytest
 import torch
 from exchange_harness import CREDENTIALS, agree, labels, nodes, read_everywhere
 from pipeline_datasets import Counted
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange import AskForChunk, Peer
-from optuna_fleet.pipeline.giver import Giver
-from optuna_fleet.pipeline.pipeline_messages import (
-    ChunkError,
-    ChunkFailed,
-    ChunkFetched,
-    ProduceChunk,
-)
+from optuna_fleet.pipeline.exchange import AskForChunk
 from optuna_fleet.pipeline.preprocessor.order import permutation
-from optuna_fleet.pipeline.reader.batches import OpenedPass
-from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.server.epochs import Size
-from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.spec import ChunkKey
-from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.wire.channel import connect
 from optuna_fleet.wire.invitation import Invitation
 
@@ -86,69 +71,6 @@ class Large(Counted):
 
     def __getitem__(self, index):
         return torch.full((1 << 16,), float(index)), index
-
-
-class Asking:
-    """A channel to a peer that waits for a chunk."""
-
-    has_unsent = False
-
-
-class LateNews(PipelineClient):
-    """Gets news of pass 1 just while its pass 2 is looked at."""
-
-    def __init__(self):
-        self.unread = []
-        self.waited_s = 0.0
-        self.first, self.second = OpenedPass(self, 1), Looked(self, 2)
-
-    def hear(self):
-        for message in self.unread:
-            self.first.hear(message)
-        self.unread.clear()
-
-    def _receive(self, flags=0):
-        self.hear()
-
-
-class Looked(OpenedPass):
-    def has(self, chunk):
-        self._client.unread.append(
-            ChunkFailed(pass_id=1, chunk=0, error=ChunkError(summary="not made"))
-        )
-        return super().has(chunk)
-
-
-def test_news_of_a_chunk_that_comes_while_another_is_looked_at_stays_to_be_read():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        giver = Giver(SimpleNamespace(spec=None), ours, theirs, look_ahead=0)
-        giver._client = client = LateNews()
-        keys = [ChunkKey("train", 0, chunk) for chunk in range(2)]
-        giver._asked = {Asking(): (client.first, keys[0]), Asking(): (client.second, keys[1])}
-        giver._give()
-        assert len(client.unread) == 1  # it wakes the giver again
-
-
-def test_a_chunk_that_came_and_could_not_be_taken_in_is_lost_like_any_other():
-    def produced(key, nbytes):
-        raise MemoryError
-
-    lost, idle, key = [], [], ChunkKey("train", 0, 0)
-    scheduler = SimpleNamespace(
-        sizes={"train": Size(num_samples=8, chunk_size=8, chunk_bytes=64)},
-        produced=produced,
-        lost=lambda key, error: lost.append(key),
-    )
-    peer = Peer(agent="other", host="127.0.0.1", port=1)
-    work = ProduceChunk(key=key, chunk_size=8, address=0, max_bytes=64, source=peer)
-    making = object.__new__(Making)
-    making._fetched, making._unfetched, making.scheduler = {key: work}, set(), scheduler
-    making.counts, making._on_idle = PipelineStats(), lambda: idle.append(True)
-    with pytest.raises(MemoryError):
-        making._received(ChunkFetched(key=key, nbytes=64))
-    making._lost(work)  # the process that brought it is ended
-    assert (lost, idle) == ([key], [True])
 
 
 def test_one_that_asks_and_does_not_listen_keeps_nobody_waiting():

@@ -152,12 +152,3 @@ def test_the_same_seed_gives_the_same_outcome(policy):
     first, again, other = [comparable(run.run()) for run in runs]
     assert first == again
     assert policy == "equal-split" or first != other
-
-
-def test_a_bound_by_hand():
-    slow = trial("slow", [1.0, 1.5], epochs=3)
-    assert lower_bound_s([slow], 1) == 300.0
-    assert lower_bound_s([slow], 2) == 200.0
-    late = trial("late", [100.0], submit_s=500.0)
-    assert lower_bound_s([slow, late], 2) == 501.0
-    assert lower_bound_s([trial(epochs=2), trial(epochs=4)], 3) == pytest.approx(20.0)

@@ -132,19 +132,6 @@ def test_wrong_fields_of_a_trial(changes, line, tmp_path):
     assert line in found
 
 
-@pytest.mark.parametrize("name", ["samples_per_epoch", "trials"])
-def test_a_missing_field_is_named(name, tmp_path):
-    content = {k: v for k, v in ENSEMBLE.items() if k != name}
-    line = refused(load_ensemble, written(tmp_path, content), 4)
-    assert line == f": there is no field '{name}'."
-
-
-def test_a_trial_may_say_when_it_ends_at_the_latest(tmp_path):
-    told = [{**TRIAL, "max_epochs": 20}, {"rates": {"1": 10}, "max_epochs": 30}, TRIAL]
-    trials = load_ensemble(written(tmp_path, {**ENSEMBLE, "trials": told}), 1)
-    assert [(t.epochs, t.max_epochs) for t in trials] == [(14, 20), (30, 30), (14, None)]
-
-
 def test_a_share_of_trials_is_pruned_at_each_epochs_end(tmp_path):
     many = [{**TRIAL, "epochs": 20, "max_epochs": 20}] * 2000
     path = written(tmp_path, {**ENSEMBLE, "pruned": 0.1, "trials": many})
@@ -217,13 +204,6 @@ def test_a_trace_is_read_with_its_nodes_in_order_of_their_names(tmp_path):
     assert len(trace.fleet()) == 3
     assert trace.end_s == 30.0
     assert changes_of(trace) == [(0.0, (0, 1), ()), (10.0, (2,), (1,)), (30.0, (1,), ())]
-
-
-def test_the_mean_number_of_nodes_by_hand(tmp_path):
-    trace = load_trace(saved(tmp_path, change_delta=np.array([-1, 1, 1])))
-    assert trace.mean_nodes(30.0) == 2.0
-    assert trace.mean_nodes(60.0) == (2 * 30 + 3 * 30) / 60
-    assert trace.most_nodes() == 3
 
 
 def test_a_repeated_trace_begins_again_with_the_same_idle_nodes(tmp_path):

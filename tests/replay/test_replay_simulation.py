@@ -1,10 +1,7 @@
 """Worked examples of the simulation, by hand."""
 
-from dataclasses import replace
-
 import pytest
 from replay_cases import (
-    LINEAR,
     Scripted,
     all_join,
     check_all_ended,
@@ -15,11 +12,10 @@ from replay_cases import (
 
 from optuna_fleet.alloc import ElasticAllocator, SingleDeviceAllocator
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.report import common_report, lower_bound_s, utilisation
+from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules
 
-PAIR = [trial(epochs=2), trial(epochs=4)]
 COST = {"rescale_up_s": 5.0, "rescale_down_s": 3.0}
 
 
@@ -94,11 +90,6 @@ def test_what_waiting_for_a_device_costs(cost, end_s):
     assert outcome.end_s == end_s
 
 
-def test_without_moves_within_epochs_a_trial_moves_at_the_end_of_one():
-    arguments = [trial(epochs=3)], widening(14.0), Scripted({0: (0,)}, {0: (0, 1)})
-    assert spans_of(simulate(*arguments)) == [(0, (0,), 0.0, 20.0), (0, (0, 1), 20.0, 25.0)]
-
-
 def test_who_shares_a_ring_waits_for_the_slowest():
     trials = [trial("fast", [20.0], epochs=3), trial("slow", [10.0], epochs=2)]
     plan = {0: (0,), 1: (1,)}
@@ -132,38 +123,6 @@ def test_trials_start_no_sooner_than_they_are_submitted():
     assert [p.begun_s for p in run.run().trials.values()] == [0.0, 3.0, 70.0]
 
 
-def test_a_rate_that_is_not_known_is_estimated_until_a_trial_has_flown_on_so_many_devices():
-    rates = [10.0, 15.0, 21.0]
-    problems = []
-
-    class Seeing(Scripted):
-        def allocate(self, problem):
-            problems.append(problem.by_number[0].rates[:3])
-            return super().allocate(problem)
-
-    simulate(
-        [trial("a", rates, epochs=4)],
-        [all_join(3)],
-        Seeing({0: (0, 1)}),
-        rules=Rules(profile_samples=30.0),
-        widest=1,
-    )
-    assert problems[0] == (10.0, 19.0, pytest.approx(27.075))  # Eq. 5
-    assert problems[-1] == (10.0, 15.0, pytest.approx(16.875))  # Eq. 5 beyond what was measured
-
-
-def test_what_a_sweep_measures_itself_no_belief_of_before_can_spoil():
-    rates = [tuple((1 + k / 4) * r for r in LINEAR) for k in range(6)]
-    trials = [trial(f"{k}", rates[k], epochs=4 + k) for k in range(6)]
-    run = EnsembleScenario(trials=trials, num_devices=4, policy="fleet-g", lookahead=0)
-    told, untold = (
-        {n: replace(run, widest_known=w, noise=n).run().end_s for n in (0.0, 3.0)}
-        for w in (None, 0)
-    )
-    assert told[3.0] != told[0.0]
-    assert untold[3.0] == untold[0.0]
-
-
 def test_without_devices_a_simulation_says_that_trials_are_left():
     with pytest.raises(RuntimeError, match="Trials are left"):
         simulate([trial()], [all_join(1), FleetChange(time_s=5.0, left=(0,))], Scripted({0: (0,)}))
@@ -177,23 +136,6 @@ def test_a_simulation_that_is_stopped_counts_what_was_trained():
     assert utilisation([progress], 2.0, 1, 25.0) == pytest.approx(0.5)
 
 
-def test_without_lookahead_trials_are_proposed_as_in_a_real_sweep():
-    trials = [trial(f"t{k}", epochs=2) for k in range(3)]
-    outcome = simulate(trials, [all_join(2)], ElasticAllocator(), num_devices=2, lookahead=0)
-    first = {}
-    for number, devices, start_s, _ in spans_of(outcome):
-        first.setdefault(number, (len(devices), start_s))
-    assert first == {0: (1, 0.0), 1: (1, 0.0), 2: (1, 20.0)}
-    check_all_ended(outcome, trials)
-
-
-def test_a_probe_on_too_few_devices_yields_them():
-    trials = [trial(f"t{k}", min_devices=2) for k in range(2)]
-    outcome = simulate(trials, [all_join(4)], ElasticAllocator(), lookahead=0)
-    check_all_ended(outcome, trials)
-    assert all(len(s.devices) > 1 for s in outcome.totals.spans if s.end_s > s.start_s)
-
-
 @pytest.mark.parametrize(("num_devices", "num_plans"), [(2, 3), (1, 1)])
 def test_a_trial_waits_at_the_end_of_its_epochs_for_a_plan_that_may_move_it(
     num_devices, num_plans
@@ -202,37 +144,6 @@ def test_a_trial_waits_at_the_end_of_its_epochs_for_a_plan_that_may_move_it(
     rules = Rules(decision_s=1.0)
     outcome = simulate(one, devices, ElasticAllocator(), num_devices=num_devices, rules=rules)
     assert outcome.end_s == 30.0 + num_plans  # before its start, and after two epochs
-
-
-def test_that_trials_are_to_come_is_planned_with():
-    def curve(k):
-        one, loss = 5.0 * 10.0 ** -((7 * k % 16) / 16), 0.86 + 0.11 * ((5 * k % 16) / 16)
-        return [one * m * loss ** (m - 1) for m in range(1, 9)]
-
-    trials = [
-        trial(f"t{k}", curve(k), epochs=8 + 3 * k % 5, samples_per_epoch=1) for k in range(16)
-    ]
-    rules = Rules(decision_s=0.1, profile_samples=0.1)
-    outcome = simulate(
-        trials, [all_join(8)], ElasticAllocator(), num_devices=8, lookahead=0, rules=rules
-    )
-    assert outcome.end_s / lower_bound_s(trials, 8) < 1.3  # without it 1.335
-
-
-def test_trials_that_went_on_to_their_bound_are_told_apart_from_those_that_ended_before():
-    seen = []
-
-    class Seeing(ElasticAllocator):
-        def allocate(self, problem):
-            seen.append((problem.finished_epochs, problem.bounded_epochs))
-            return super().allocate(problem)
-
-    lengths = [(2, 2), (3, 5), (4, None), (9, 9)]
-    trials = [
-        trial(f"t{k}", LINEAR[:1], epochs=e, max_epochs=m) for k, (e, m) in enumerate(lengths)
-    ]
-    simulate(trials, [all_join(4)], Seeing(), num_devices=4)
-    assert seen[-1] == ((3, 4), (2,))
 
 
 @pytest.mark.parametrize(("own", "end_s"), [(None, 200 / 8), (1, 200 / 4)])
@@ -287,29 +198,3 @@ def test_what_was_measured_keeps_nobody_from_flying(policy):
     unmeasured = simulated(looks_ahead=False)
     check_all_ended(unmeasured, trials)
     assert spans_of(simulated()) == spans_of(unmeasured)
-
-
-class Strict:
-    """Has one trial fly where there is a capacity, and all where there is none."""
-
-    name = "strict"
-
-    def __init__(self):
-        self.capacities = []
-
-    def allocate(self, problem):
-        self.capacities.append(problem.preprocess_samples_per_s)
-        least = SingleDeviceAllocator().allocate(replace(problem, preprocess_samples_per_s=None))
-        if problem.preprocess_samples_per_s is None:
-            return least
-        flying = sorted(least.flotillas, key=lambda f: f.assignments[0].number)
-        return replace(least, flotillas=tuple(flying[:1]))
-
-
-def test_a_plan_that_holds_trials_back_for_what_was_measured_is_made_again_without():
-    trials = [trial(f"{k}", [10.0 + k, 40.0], epochs=2 + k) for k in range(4)]
-    strict, rules = Strict(), Rules(preprocess_samples_per_s=8.0)
-    outcome = simulate(trials, [all_join(4)], strict, rules=rules)
-    check_all_ended(outcome, trials)
-    assert any(strict.capacities)
-    assert sorted(spans_of(outcome)) == [(k, (k,), 0.0, 100 * (2 + k) / 8) for k in range(4)]

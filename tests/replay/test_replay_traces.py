@@ -23,7 +23,6 @@ from optuna_fleet.replay.trace import (
     save_trace,
     trace_statistics,
 )
-from optuna_fleet.replay.trial_files import load_jobs
 
 SINFO = """#!/bin/sh
 count=$(($(cat "$0.count" 2>/dev/null || echo 0) + 1))
@@ -66,19 +65,6 @@ def test_every_made_up_trace_is_read_as_it_was_written(
     assert (np.diff(trace.time_s) >= 10).all()
 
 
-def test_a_part_of_the_machine_has_its_share_of_idle_nodes() -> None:
-    part = trace_statistics(synthetic_trace(0, num_nodes=1024))
-    assert part["mean_idle"] == pytest.approx(1024 * 407 / 4608, rel=0.1)
-    assert part["under_10_min"] == pytest.approx(0.58, abs=0.02)
-    assert 20 < part["joins_per_h"] < 42
-
-
-def test_the_seed_decides() -> None:
-    one, again, other = (synthetic_trace(seed, num_nodes=64, hours=12) for seed in (5, 5, 6))
-    assert same(one, again)
-    assert not same(one, other)
-
-
 def test_the_statistics_by_hand() -> None:
     trace = NodeTrace(
         time_s=np.array([0.0, 500.0, 1800.0, 3600.0]),
@@ -113,14 +99,6 @@ def test_a_new_user_replays_bftrainers_jobs_without_any_file(
     assert 0.5 < report["utilisation"] < 1.2
 
 
-def test_bftrainers_jobs_are_those_that_the_paper_prints() -> None:
-    hpo, diverse = load_jobs(None, "hpo"), load_jobs(None, "diverse")
-    assert {(t.name, t.work, t.rates[0], t.rates[63]) for t in hpo} == {
-        ("ShuffleNet", 130e6, 2800.0, 145100.0)
-    }
-    assert (len(hpo), len(diverse), len({t.name for t in diverse})) == (1000, 1000, 7)
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -135,13 +113,6 @@ def test_a_trace_that_can_not_be_made_up(
     with pytest.raises(SystemExit):
         main(["trace", str(tmp_path / "trace.npz"), *arguments])
     assert line in capsys.readouterr().err
-
-
-def test_a_trace_that_can_not_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", str(tmp_path), "--nodes", "8", "--hours", "1"]) == 2
-    assert f"{tmp_path} can't be written: Is a directory." in capsys.readouterr().err
 
 
 # -- what sinfo says ----------------------------------------------------------------------------
@@ -252,16 +223,6 @@ def test_a_recording_is_gone_on_with_of_the_same_partition_only(
     assert "was recorded of partition 'batch', not of " in capsys.readouterr().err
 
 
-def test_a_recording_from_the_future_is_refused(
-    sinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.npz"
-    Recording.begun({"n1": True}, 1e11, "").sampled({"n1": True}, 10.0).save(path)
-    answers(sinfo, says("n1"))
-    assert main(["record", str(path)]) == 2
-    assert "ends later than now" in capsys.readouterr().err
-
-
 def test_a_kill_loses_what_was_not_answered_only(sinfo: Path, tmp_path: Path) -> None:
     answers(sinfo, says(), says("n3"), says("n3", "n1"), "kill -KILL $PPID")
     record(tmp_path / "trace.npz")
@@ -281,12 +242,6 @@ def test_a_controller_that_is_away_for_a_while_ends_no_recording(
     for line, why in zip(said, ("Unable to contact", "'half a li'", "no nodes"), strict=True):
         assert "no sample at" in line
         assert why in line
-
-
-def test_a_recording_ends_after_its_hours(sinfo: Path, tmp_path: Path) -> None:
-    answers(sinfo, says("n1"), says("n2"))
-    assert main(["record", str(tmp_path / "trace.npz"), "--hours", "1e-9"]) == 0
-    assert idle_after_each(tmp_path / "trace.npz") == [{"n1"}, {"n2"}]
 
 
 @pytest.mark.parametrize(

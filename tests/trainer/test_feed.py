@@ -1,10 +1,7 @@
 """The last step of the data: to the device, a batch ahead, and finished there."""
 
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,14 +95,6 @@ def test_memory_of_a_batch_is_left_alone_until_it_has_been_read(stage, copies, m
     assert [int(data[0]) for _, data in ahead(batches(), *stage)] == [0, 1, 2]
 
 
-def test_who_leaves_while_a_batch_is_read_waits_for_that(stage, copies, monkeypatch):
-    fed, waited = ahead(map(batch, range(3)), *stage), []
-    next(fed)
-    monkeypatch.setattr(feed_module, "wait", waited.append)
-    fed.close()
-    assert len(waited) == 1
-
-
 def test_what_goes_wrong_on_the_way_is_raised_where_it_is_taken(stage, copies):
     def fail(pinned):
         if pinned[0] == 1:
@@ -117,44 +106,6 @@ def test_what_goes_wrong_on_the_way_is_raised_where_it_is_taken(stage, copies):
     next(fed)
     with pytest.raises(RuntimeError, match="CUDA error"):
         next(fed)
-
-
-class Stream:
-    has_failed = False
-
-    def record_event(self):
-        return "mark"
-
-    def query(self):
-        if self.has_failed:
-            raise RuntimeError("CUDA error")
-
-
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_memory_is_free_after_a_pass_unless_the_device_has_failed(monkeypatch, has_failed):
-    """To free it would abort the process then."""
-    stream = Stream()
-    monkeypatch.setattr(feed_module, "_side_stream", lambda device: stream)
-    gpu = SimpleNamespace(module=SimpleNamespace(stream=nullcontext))
-    monkeypatch.setattr(feed_module, "accelerator_of", lambda _: gpu)
-    copies = feed_module.Copies(torch.device("cpu"))
-    pinned = torch.zeros(2)
-    copies.send(pinned)
-    memory = weakref.ref(pinned)
-    del pinned
-    assert memory() is not None
-    stream.has_failed = has_failed
-    with suppress(RuntimeError):
-        copies.forget()
-    assert (memory() is not None) == has_failed
-    stream.has_failed = False
-    copies.forget()
-
-
-def test_batches_are_finished_where_they_arrive(stage, copies):
-    batches = [Batch(data=torch.full((2,), n), local_size=2, global_size=2) for n in range(2)]
-    fed = [data for _, data in ahead(batches, *stage, lambda data: data * 0.5)]
-    assert [data.tolist() for data in fed] == [[0, 0], [0.5, 0.5]]
 
 
 class Images:

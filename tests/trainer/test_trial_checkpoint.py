@@ -5,7 +5,6 @@ import stat
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,11 @@ import torch
 
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
-from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Checkpoint
-from optuna_fleet.trainer.data.reading import EpochPosition
-from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import rng_state
-from optuna_fleet.trainer.session import Reports
-from optuna_fleet.trainer.training_state import TrainingState
 from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)
@@ -104,14 +99,6 @@ def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
     assert (tmp_path / "c").stat().st_size < 10**5
 
 
-def test_one_tensor_in_two_places_stays_one() -> None:
-    weight = torch.ones(2)
-    held = checkpoint.captured(make(objects=[{"a": weight, "b": weight}], state={"c": weight}))
-    copy = checkpoint.unpacked(held.file)
-    copy.objects[0]["a"].add_(1)
-    assert copy.objects[0]["b"].tolist() == copy.state["c"].tolist() == [2.0, 2.0]
-
-
 def test_other_objects_numbers_are_converted(tmp_path: Path) -> None:
     item = {"lr": np.float64(0.5), "groups": defaultdict(list, a=[np.int64(2)])}
     save(tmp_path / "c", make(objects=[item]))
@@ -137,16 +124,6 @@ def test_every_flipped_byte_is_noticed_and_what_is_cut_short(tmp_path: Path) -> 
         path.write_bytes(good[:length])
         with pytest.raises(CheckpointError, match="truncated"):
             checkpoint.load(path, OWNER)
-
-
-def test_what_torch_can_not_load_counts_as_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:  # as another version of torch might write it
-        patched.setattr(checkpoint, "_check_loadable", lambda data: None)
-        save(tmp_path / "c", make(state={"mine": 10**700}))  # an opcode that it does not know
-    with pytest.raises(CheckpointError, match="what torch can't load"):
-        checkpoint.load(tmp_path / "c", OWNER)
 
 
 def test_what_torch_could_not_load_again_is_refused() -> None:
@@ -185,21 +162,6 @@ def test_a_checkpoint_of_other_parameters_counts_as_damaged(
         checkpoint.loaded(tmp_path / "c", data, OWNER, known)
 
 
-def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() -> None:
-    position = EpochPosition(loop=1)
-    session: Any = SimpleNamespace(run=SimpleNamespace(number=5), reports=Reports(False))
-    parts: Any = SimpleNamespace(
-        session=session, objects=[], user={}, position=position, reducer=None
-    )
-    state = TrainingState(parts)
-    state.steps.close()
-    state.go_on_with(make(loop=2), torch.device("cpu"))
-    with pytest.raises(TrialError, match=r"checkpointed in loop 2 .* returned after 1:"):
-        state.check_reached()
-    position.loop = 2
-    state.check_reached()
-
-
 def test_tensors_of_the_state_come_back_where_they_were() -> None:
     here, there = torch.ones(2), torch.ones(2, device="meta")
     state = {"n": 1, "all": OrderedDict(a=here, b=(there, [here])), "last": there}
@@ -209,17 +171,3 @@ def test_tensors_of_the_state_come_back_where_they_were() -> None:
     assert [t.device.type for t in tensors_in(loaded)] == ["cpu", "meta", "cpu", "meta"]
     assert type(loaded["all"]) is OrderedDict
     assert checkpoint._on_device(on_cpu) == []
-
-
-def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:
-        for one in everyone:
-            one.copy_(own)
-
-    monkeypatch.setattr(collectives, "group_size", lambda: 2)
-    monkeypatch.setattr(collectives, "wire_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-    told = collectives.gather({"losses": [torch.ones(2)]})
-    assert [one["losses"][0].tolist() for one in told] == [[1.0, 1.0]] * 2

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from optuna_fleet.alloc import FleetAllocator
 from optuna_fleet.events import (
     AnswerEpoch,
     BeginCheck,
@@ -18,14 +14,13 @@ from optuna_fleet.events import (
     DeviceJoined,
     DeviceLost,
     EpochDecision,
-    Launch,
     Model,
     StartRound,
 )
 from optuna_fleet.executor.deciding.clearance import Clearance
-from optuna_fleet.executor.deciding.trials import PARADIGMS, Trial
+from optuna_fleet.executor.deciding.trials import Trial
 from optuna_fleet.preflight.verdict import Finding
-from tests.unit.test_controller import World, epoch_ended, goes_on, play_out, rate, reached
+from tests.unit.test_controller import World, epoch_ended, rate, reached
 
 
 def flies(world: World, run_id: int, *traits: str, max_devices: int = 32) -> None:
@@ -43,10 +38,6 @@ def moves(world: World, run_id: int = 0, epochs_done: int = 1) -> bool:
         asked += world.decide()
     (answer,) = [one for one in asked if isinstance(one, AnswerEpoch)]
     return answer.decision is EpochDecision.YIELD
-
-
-def widths(world: World) -> list[int]:
-    return [len(one.devices) for one in world.log if isinstance(one, Launch)]
 
 
 def checks(world: World) -> list[BeginCheck]:
@@ -86,41 +77,10 @@ def test_what_fails_on_several_devices_stays_on_one() -> None:
     assert len(checks(world)) == 1
 
 
-def test_what_is_not_to_be_moved_stays() -> None:
-    world = one_trial("net")
-    world.checked(moves=False)
-    assert not any(moves(world, epochs_done=n) for n in (2, 3))
-
-
 def test_what_asks_for_its_devices_is_not_checked() -> None:
     world = one_trial()
     assert checks(world) == []
     assert world.yielding == {0}
-
-
-def test_what_no_plan_wants_wider_is_not_checked() -> None:
-    world = one_trial("net", max_devices=1)
-    assert checks(world) == []
-
-
-def test_a_trial_that_waits_for_a_plan_goes_on_when_a_check_begins() -> None:
-    """Else nobody would ever answer it."""
-    world = one_trial("net")
-    assert goes_on(0) in world.log
-
-
-def test_all_that_is_unchecked_keeps_to_one_device_meanwhile_and_others_do_not() -> None:
-    world = World(num_devices=6, trials=3, paradigm="local")
-    world.allocator = FleetAllocator()
-    for run_id, traits in enumerate([["a"], ["b"], []]):
-        world.tell(reached(run_id, f"s{run_id}", traits=frozenset(traits)))
-        world.tell(rate(run_id))
-    while world.unanswered:
-        world.decide()
-    assert len(checks(world)) == 1
-    for run_id in (0, 1, 2):
-        world.tell(epoch_ended(run_id))
-    assert world.yielding <= {2}
 
 
 def several(*kinds: str) -> World:
@@ -168,18 +128,6 @@ def test_a_kind_that_has_failed_stays_confined_though_others_with_its_traits_hav
     assert not clearance.may_move(trial("ad"))
 
 
-def test_one_check_comes_after_another_when_it_is_affordable() -> None:
-    world = several("a", "b")
-    world.checked()
-    while world.unanswered:
-        world.decide()
-    assert len(checks(world)) == 1
-    world.tell(CheckAffordable())
-    while world.unanswered:
-        world.decide()
-    assert {check.traits for check in checks(world)} == {frozenset("a"), frozenset("b")}
-
-
 def test_of_several_kinds_the_one_with_most_new_traits_is_checked() -> None:
     assert [check.number for check in checks(several("ab", "cde"))] == [1]
 
@@ -212,14 +160,6 @@ def test_nothing_is_checked_ahead_by_a_policy_that_never_widens(policy: Any) -> 
     assert checks(world) == []
 
 
-def test_nothing_is_checked_on_a_single_device() -> None:
-    world = World(num_devices=1, trials=3)
-    flies(world, 0, "net")
-    world.tell(CheckAffordable())
-    world.end(0)
-    assert checks(world) == []
-
-
 def test_a_check_that_is_lost_is_made_again() -> None:
     world = several("a")
     world.check = None
@@ -239,20 +179,6 @@ def test_a_device_that_is_lost_meanwhile_is_given_to_nobody_until_it_joins() -> 
     assert all(check.device not in p.devices for p in world.controller._state.pending.values())
     world.tell(DeviceJoined(device=world.devices[check.device]))
     assert check.device in world.controller._state.idle
-
-
-def test_the_call_does_not_wait_for_a_check() -> None:
-    world = one_trial("net")
-    world.end(0)
-    assert world.controller.finished
-
-
-@pytest.mark.parametrize("paradigm", PARADIGMS)
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
-def test_all_trials_end_whatever_checks_come_to(paradigm: str, seed: int) -> None:
-    rng = random.Random(seed)
-    play_out(World(num_devices=5, trials=8, paradigm=paradigm), rng, kinds=3)
 
 
 def test_a_trial_that_ends_before_a_device_falls_free_is_not_checked() -> None:

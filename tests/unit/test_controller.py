@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +15,11 @@ from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
     BeginCheck,
-    CheckAffordable,
     CheckEnded,
     CheckpointSaved,
     DataRequested,
     DeviceGone,
     DeviceJoined,
-    DeviceLeaving,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -44,10 +40,8 @@ from optuna_fleet.events import (
     RateMeasured,
     Requeue,
     ReturnToQueue,
-    RunLingers,
     StartRound,
     TrialProposed,
-    WidthLimited,
 )
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import (
@@ -107,7 +101,6 @@ class World:
         self.done: list[int] = []
         self.log: list[Any] = []
         self.unanswered: list[Allocate] = []
-        self.resting: set[int] = set()
         self.yielding: set[int] = set()
         self.check: BeginCheck | None = None  # under way
         for device in self.devices:
@@ -147,7 +140,6 @@ class World:
             case Allocate():
                 self.unanswered.append(instruction)
             case AnswerEpoch():
-                self.resting.discard(instruction.run_id)
                 if instruction.decision is EpochDecision.YIELD:
                     self.yielding.add(instruction.run_id)
             case Interrupt():
@@ -199,74 +191,6 @@ class World:
         self.tell(DeviceJoined(device=self.devices[lost]))
 
 
-def play_out(
-    world: World, rng: random.Random, *, structures: int = 2**32, spanning: int = 0, kinds: int = 0
-) -> None:
-    """Let anything happen that can, in any order, until all trials have ended.
-
-    Every second trial spans device types if `spanning`, and needs so many devices at most. They
-    are of so many `kinds`, of which some fail their checks.
-    """
-    for _ in range(3000):
-        if world.controller.finished:
-            break
-        choices = [("decide", 0)] if world.unanswered else []
-        choices += [("check", 0)] if world.check else [("afford", 0)] if kinds else []
-        choices += [
-            (what, run)
-            for run in world.runs
-            for what in ("reach", "epoch", "end", "lose", "yield")
-            if what != "yield" or run in world.yielding
-            if what not in ("reach", "epoch", "end") or run not in world.resting
-        ]
-        assert choices, "nothing can happen any more, but trials are left"
-        what, run_id = rng.choice(choices)
-        match what:
-            case "decide":
-                world.decide()
-            case "afford" | "check":
-                _play_check(world, rng)
-            case "reach":
-                _play_start(world, rng, run_id, structures, spanning, kinds)
-            case "epoch":
-                world.resting.add(run_id)
-                world.tell(epoch_ended(run_id))
-            case "yield":
-                world.end(run_id, Ending.YIELDED)
-            case "end":
-                world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
-            case "lose":
-                world.lose(run_id)
-    assert world.controller.finished
-
-
-def _play_check(world: World, rng: random.Random) -> None:
-    if world.check is None:
-        world.tell(CheckAffordable())
-    elif rng.random() < 0.2:
-        world.check = None
-        world.tell(CheckEnded(finding=None))
-    else:
-        world.checked(widens=rng.random() < 0.7, moves=rng.random() < 0.7)
-
-
-def _play_start(
-    world: World, rng: random.Random, run_id: int, structures: int, spanning: int, kinds: int
-) -> None:
-    resumable = rng.random() < 0.8
-    number = world.runs[run_id].number
-    spans = spanning > 0 and number % 2 == 1
-    least = min(number, spanning) if spans else 1
-    of_it: dict[str, Any] = {"min_devices": least, "spans_types": spans}
-    if kinds and least == 1:
-        of_it["traits"] = frozenset({f"{number % kinds}"})
-    world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable, **of_it))
-    if least > len(world.runs[run_id].devices):
-        world.end(run_id, Ending.YIELDED)
-    else:
-        world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
-
-
 def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
     return [(i.number, i.devices) for i in instructions if isinstance(i, Launch)]
 
@@ -316,47 +240,6 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     (allocate,) = world.tell(epoch_ended(1))
     candidate = allocate.problem.by_number[1]
     assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
-
-
-def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
-    world = World(num_devices=2, trials=1, paradigm="elastic", moves_within_epochs=True)
-    world.tell(reached(0, "s", movable=True), rate(0))
-    world.tell(plan_of({0: (1,)}))
-    world.end(0, Ending.YIELDED)
-    ((run_id, launch),) = world.runs.items()
-    assert launch.devices == (1,)
-    assert world.tell(reached(run_id, "s", movable=True)) == []
-    (allocate,) = world.tell(reached(run_id, "another", movable=True), rate(run_id))
-    assert isinstance(allocate, Allocate)
-
-
-def flies_on_three() -> tuple[World, int]:
-    """A trial that can leave between two batches, and its run."""
-    world = World(num_devices=3, trials=1, paradigm="elastic", moves_within_epochs=True)
-    world.tell(reached(0, "s", movable=True), rate(0))
-    world.tell(plan_of({0: (0, 1, 2)}))
-    world.end(0, Ending.YIELDED)
-    ((run_id, launch),) = world.runs.items()
-    assert launch.devices == (0, 1, 2)
-    world.tell(rate(run_id))
-    world.tell(plan_of({0: (0, 1, 2)}))
-    return world, run_id
-
-
-def test_a_node_that_leaves_poses_the_problem_that_its_loss_does_in_a_replay() -> None:
-    def ended(run_id: int, *devices: int, ending: Ending) -> list[RankEnded]:
-        return [RankEnded(run_id=run_id, device=d, ending=ending) for d in devices]
-
-    live, run_id = flies_on_three()
-    live.tell(DeviceLeaving(device=2))
-    *_, announced = live.tell(*ended(run_id, 0, 1, 2, ending=Ending.YIELDED))
-    replayed, run_id = flies_on_three()
-    replayed.tell(DeviceGone(device=2))
-    *_, lost = replayed.tell(*ended(run_id, 0, 1, ending=Ending.ABORTED))
-    (candidate,) = announced.problem.candidates
-    assert candidate.devices == (0, 1)
-    candidate = replace(candidate, rates=candidate.rates[:2])  # the node is still there
-    assert replace(announced.problem, candidates=(candidate,)) == lost.problem
 
 
 @pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
@@ -411,13 +294,6 @@ def test_a_refused_move_costs_one_decision() -> None:
     assert world.tell(MoveRefused(run_id=0)) == []
 
 
-def test_a_trial_that_must_stay_on_one_device_is_not_moved_to_two() -> None:
-    world = four_of_which_trial_0_gets_two()
-    (allocate,) = world.tell(WidthLimited(run_id=0, max_devices=1))
-    assert [c.widest for c in allocate.problem.candidates] == [1, 4, 4, 4]
-    assert world.tell(epoch_ended(0)) == [goes_on(0)]
-
-
 def test_the_local_paradigm_refills_but_never_moves() -> None:
     world = World(num_devices=2, trials=4, paradigm="local")
     world.settle_all()
@@ -429,15 +305,6 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
     assert not world.unanswered
     go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
     assert world.tell(epoch_ended(3)) == [go]
-
-
-def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
-    world = World(num_devices=2, trials=1)
-    world.tell(reached(0, "a", resumable=False))
-    assert not world.unanswered
-    world.tell(epoch_ended(0))
-    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
-    assert [c.number for c in allocate.problem.candidates] == [0]
 
 
 def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
@@ -484,12 +351,6 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
     assert cut == Abort(run_id=run_id, devices=(0,), lost=False)
     assert FinishTrial(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
-
-
-def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
-    world = World(num_devices=1, trials=1)
-    instructions = world.end(0, Ending.ABORTED)
-    assert [type(i) for i in instructions] == [Requeue, Launch]
 
 
 def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
@@ -544,42 +405,6 @@ def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
     assert (yields(run_id, 0, 1) in told) is not movable
 
 
-def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
-    """Rank 1 of trial 0 has returned, and trial 1 flies on its device, while rank 0 goes on."""
-    controller = Controller(PolicyRules(paradigm="elastic"))
-    controller.handle(joined(0), TrialProposed(number=0))
-    controller.handle(joined(1), reached(0, "s"), ProposalDelayed())
-    controller.handle(RateMeasured(run_id=0, samples_per_s=10.0))
-    controller.handle(epoch_ended(0))
-    pair = Assignment(number=0, devices=(0, 1), rate=20.0)
-    plan = Plan(
-        flotillas=(Flotilla(assignments=(pair,)),), allocator="", reason="", status="optimal"
-    )
-    controller.handle(PlanDecided(plan=plan))
-    controller.handle(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
-    controller.handle(reached(1, "s"), RateMeasured(run_id=1, samples_per_s=20.0))
-    controller.handle(TrialProposed(number=1), ProposalDelayed())
-    ended = RankEnded(run_id=1, device=1, ending=Ending.RETURNED)
-    assert controller.handle(ended) == []  # the other rank ends in a moment, and one plan is made
-    (launch,) = controller.handle(RunLingers(run_id=1))
-    assert (launch.number, launch.devices) == (1, (1,))
-    controller.handle(reached(2, "s"), TrialProposed(number=2), ProposalDelayed())
-    controller.handle(joined(2))
-    controller.handle(reached(3, "s"))
-    controller.handle(joined(3))
-    (allocate,) = controller.handle(epoch_ended(3))
-    assert [c.number for c in allocate.problem.candidates] == [1, 2]
-    assert set(allocate.problem.devices) == {1, 2, 3}
-
-
-def test_one_alone_on_its_fewest_devices_rests_for_no_plan_until_a_device_is_free() -> None:
-    world = World(num_devices=2, trials=2, paradigm="elastic")
-    world.settle_all()
-    assert world.tell(epoch_ended(0)) == [goes_on(0)]
-    world.tell(joined(2))  # which nobody may be proposed for any more
-    assert any(isinstance(told, Allocate) for told in world.tell(epoch_ended(1)))
-
-
 def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
     """The problem of two trials on two of four devices, told how many trials are to come."""
     controller = Controller(PolicyRules(paradigm="elastic", **policy))
@@ -596,15 +421,6 @@ def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **polic
     (asked,) = controller.handle(epoch_ended(0), epoch_ended(1))  # one alone has no choice
     assert isinstance(asked, Allocate)
     return asked.problem
-
-
-def test_a_plan_knows_how_many_trials_are_to_come() -> None:
-    assert problem_at_the_first_epochs_end(told=7).num_to_come == 6
-    assert problem_at_the_first_epochs_end(told=1).num_to_come == 0
-
-
-def test_no_trial_is_to_come_while_the_sampler_waits() -> None:
-    assert problem_at_the_first_epochs_end(told=7, delayed=True).num_to_come == 0
 
 
 def test_trials_to_come_want_no_devices_that_max_trials_keeps_from_them() -> None:

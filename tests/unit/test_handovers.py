@@ -177,13 +177,6 @@ def test_a_process_that_ran_another_trial_holds_nothing_but_is_still_writing() -
     assert (start.held, start.launch.checkpoint) == (None, "there")
 
 
-def test_no_state_is_taken_that_the_trial_has_gone_beyond() -> None:
-    sweep = Sweep(is_told=True)
-    sweep.launch(0)
-    sweep.land(6, is_told=True, holds=False)  # its device is gone, say
-    assert sweep.launch(3, run_id=7) == Start(launch=launch_on(3, run_id=7))
-
-
 def test_no_run_begins_where_a_trainer_is_missing() -> None:
     sweep = Sweep()
     assert sweep.launch(0) is None
@@ -192,11 +185,3 @@ def test_no_run_begins_where_a_trainer_is_missing() -> None:
     del sweep.runs[6]
     launch = launch_on(3, run_id=7, checkpoint="there")
     assert sweep.launch(3, run_id=7) == Start(launch=launch, held=5, saved=saved(7))
-
-
-def test_what_a_trial_has_left_that_is_done_begins_nothing() -> None:
-    sweep = Sweep()
-    assert sweep.held.trial_of(5) == 1
-    sweep.held.forget(1)
-    assert sweep.held.trial_of(5) is None
-    assert sweep.held.take(saved(5)) is None

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from optuna_fleet.alloc import ElasticAllocator, GreedyAllocator
+from optuna_fleet.alloc import GreedyAllocator
 from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.cli import main
 from optuna_fleet.events import Allocate, Ending, Launch, RateMeasured
@@ -26,7 +24,7 @@ from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
-from tests.unit.test_controller import World, play_out, reached
+from tests.unit.test_controller import World, reached
 
 
 def devices_of(*kinds: str) -> list[Device]:
@@ -199,31 +197,6 @@ def test_who_needs_more_than_there_are_of_all_types_waits_for_more(
     while world.unanswered:
         world.decide()
     assert bool(world.runs) != waits
-
-
-@settings(max_examples=150)
-@given(
-    st.integers(0, 2**32),
-    st.lists(st.sampled_from(["v100", "a100"]), min_size=1, max_size=6),
-    st.integers(1, 12),
-    st.sampled_from(["global", "local", "elastic"]),
-    st.booleans(),
-    st.sampled_from([GreedyAllocator(), ElasticAllocator()]),
-)
-def test_any_order_of_events_ends_every_trial_once_on_one_type_at_a_time(
-    seed: int,
-    kinds: list[str],
-    trials: int,
-    paradigm: str,
-    within_epochs: bool,
-    inner: Any,
-) -> None:
-    world = MixedWorld(
-        *kinds, trials=trials, paradigm=paradigm, max_restarts=2, moves_within_epochs=within_epochs
-    )
-    world.allocator = inner
-    play_out(world, random.Random(seed), structures=5, spanning=len(kinds))
-    assert sorted(world.done) == list(range(trials))
 
 
 # -- simulated sweeps -----------------------------------------------------------------------------

@@ -1,9 +1,7 @@
 """Virtual workers: who gets which devices, where weights are, and how fast that is."""
 
 from collections import Counter
-from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +12,6 @@ from optuna_fleet.virtual_workers.layouts import (
     flushed_s,
     hybrid_distribution,
     node_partition,
-    partitions_under_load,
     pipeline_rate,
     sync_seconds,
 )
@@ -112,21 +109,6 @@ def test_local_servers_keep_updates_within_nodes():
     assert spread == ((32.0, 32.0),) * 4
 
 
-def test_virtual_workers_slow_down_each_others_transfers():
-    layers = layers_of(8, cut=3.0)
-    problem = PartitionProblem(
-        layers=layers,
-        devices=nodes("VR")[:1],
-        in_flight=3,
-        links=Links(between=Link(bytes_per_s=4.0)),
-    )
-    pairs = equal_distribution(nodes("VR"), 4)
-    (alone,) = partitions_under_load(problem, pairs[:1])
-    together = partitions_under_load(problem, pairs)
-    assert alone == best_partition(replace(problem, devices=pairs[0]))
-    assert all(worker.slowest_s > alone.slowest_s for worker in together)
-
-
 stage_seconds = st.lists(st.floats(0.5, 2), min_size=1, max_size=5)
 
 
@@ -139,14 +121,3 @@ def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flus
     if flush:
         predicted = in_flight / flushed_s(stage_s, in_flight, held=in_flight)
     assert 0.5 * predicted <= found <= 1.4 * predicted
-
-
-@pytest.mark.parametrize("held", [1, 2, 4, 8])
-@pytest.mark.parametrize("pace", [(1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 1.0, 3.0, 1.0)])
-def test_a_flush_takes_about_as_long_as_the_simulator_says(pace, held):
-    times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in pace]
-    simulated = VirtualWorkers([times], Flush(8))
-    for stage in simulated._workers[0].stages:
-        stage.turns.credit = min(stage.turns.credit, held)
-    batch_s = 8 / simulated.run(8).minibatches_per_s
-    assert flushed_s(pace, 8, held) == pytest.approx(batch_s, rel=0.15)

@@ -28,6 +28,9 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    BeginCheck,
+    CheckAffordable,
+    CheckEnded,
     DataRequested,
     DeviceGone,
     DeviceJoined,
@@ -57,6 +60,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import PolicyRules, Status
+from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 
 STEPS = 60
@@ -144,6 +148,10 @@ class World:
     is_delayed: bool = False
     is_draining: bool = False
     num_refused: int = 0
+    has_traits: bool = False
+    checks: frozenset[str] | None = None  # what is checked at the moment
+    checked_on: set[int] = field(default_factory=set)  # unless that is lost
+    findings: dict[frozenset[str], Finding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.numbers = itertools.count()
@@ -169,6 +177,10 @@ class World:
                 return [self.proposal()]
             case Launch():
                 self.launch(instruction)
+            case BeginCheck():
+                assert self.checks is None, "two checks at once"
+                assert instruction.device in self.devices - self.busy()
+                self.checks, self.checked_on = instruction.traits, {instruction.device}
             case Allocate():
                 assert not self.unanswered, "a plan is asked for while another is made"
                 self.unanswered.append(instruction.problem)
@@ -198,22 +210,43 @@ class World:
             return ProposalsExhausted()
         self.budget -= 1
         number = next(self.numbers)
-        model = Model(
-            structure="known",
-            resumable=True,
+        model = self.model_of(number) if self.knows_models else None
+        return TrialProposed(number=number, model=model)
+
+    def model_of(self, number: int) -> Model:
+        return Model(
+            structure="known" if self.knows_models else f"{number % 3}",
+            resumable=self.knows_models or number % 5 > 0,
             min_devices=self.min_devices(number),
             max_devices=8,
+            spans_types=self.spans_types(number),
+            traits=self.traits_of(number),
         )
-        return TrialProposed(number=number, model=model if self.knows_models else None)
 
     def min_devices(self, number: int) -> int:
-        return min(1 + number % 4, len(self.fleet)) if self.has_wide_trials else 1
+        kinds = [device.kind for device in self.fleet]
+        of_one = max(map(kinds.count, kinds))
+        most = len(kinds) if self.spans_types(number) else of_one
+        return min(1 + number % 4, most) if self.has_wide_trials else 1
+
+    def spans_types(self, number: int) -> bool:
+        return number % 2 == 1 and len({device.kind for device in self.fleet}) > 1
+
+    def traits_of(self, number: int) -> frozenset[str]:
+        is_checked = self.has_traits and self.min_devices(number) == 1
+        return frozenset({f"{number % 3}"} if is_checked else ())
+
+    def busy(self) -> set[int]:
+        return self.checked_on.union(*(run.left for run in self.runs.values()))
 
     def launch(self, launch: Launch) -> None:
-        busy = {device for run in self.runs.values() for device in run.left}
         assert len(set(launch.devices)) == len(launch.devices)
         assert self.devices >= set(launch.devices), "a run begins where no trainer is"
-        assert not busy & set(launch.devices), "a run begins where another is"
+        assert not self.busy() & set(launch.devices), "a run begins where another is"
+        kinds = {known.kind for known in self.fleet if known.index in launch.devices}
+        assert len(kinds) == 1 or self.spans_types(launch.number)
+        if len(launch.devices) > 1 and (traits := self.traits_of(launch.number)):
+            assert self.findings[traits].widens, "what was not cleared is widened"
         assert launch.number not in [run.launch.number for run in self.runs.values()]
         assert launch.number not in self.done
         assert len(launch.devices) == 1 or launch.number not in self.limited
@@ -235,9 +268,8 @@ class World:
         for run in self.runs.values():
             if run.has_refused and run.goes_on:
                 assert not set(promised) & set(run.left), "somebody waits for who stays"
-        busy = {device for run in self.runs.values() for device in run.left}
         ending = [run.ended for run in self.runs.values() if not run.lingers]
-        free = self.devices - busy - set(promised).union(*ending)
+        free = self.devices - self.busy() - set(promised).union(*ending)
         waiting = [
             number
             for number, trial in state.trials.items()
@@ -277,6 +309,10 @@ class World:
             choices.append(self.decide)
         if self.is_delayed:
             choices.append(self.propose_late)
+        if self.checks is not None:
+            choices.append(self.end_check)
+        elif self.has_traits and not self.is_draining:
+            choices.append(self.afford_check)
         for run_id, run in self.runs.items():
             choices += [self.bind(action, run_id) for action in self.actions(run)]
             if run.ended and not run.lingers:
@@ -326,15 +362,26 @@ class World:
         self.is_delayed = False
         self.tell(self.proposal())
 
+    def afford_check(self) -> None:
+        self.tell(CheckAffordable())
+
+    def end_check(self) -> None:
+        """It was lost, or has found something."""
+        assert self.checks is not None
+        traits, self.checks, finding = self.checks, None, None
+        self.checked_on.clear()
+        if self.is_draining or self.rng.random() < 0.8:
+            widens, moves = (self.rng.random() < 0.7 for _ in range(2))
+            finding = Finding(traits=traits, widens=widens, moves=moves)
+            self.findings[traits] = finding
+        self.tell(CheckEnded(finding=finding))
+
     def reach(self, run_id: int) -> None:
         run = self.runs[run_id]
         run.has_reached = True
         run.has_told_rate = not run.launch.measure
-        structure = "known" if self.knows_models else f"{run.launch.number % 3}"
-        resumable = self.knows_models or run.launch.number % 5 > 0
-        least = self.min_devices(run.launch.number)
-        model = Model(structure=structure, resumable=resumable, min_devices=least, max_devices=8)
-        if len(run.launch.devices) < least:
+        model = self.model_of(run.launch.number)
+        if len(run.launch.devices) < model.min_devices:
             run.ending = Ending.YIELDED
         self.tell(DataRequested(run_id=run_id, model=model))
 
@@ -389,6 +436,7 @@ class World:
 
     def forget(self, device: int) -> None:
         self.devices.discard(device)
+        self.checked_on.discard(device)
         for run in self.runs.values():
             if device in run.left:
                 run.left.remove(device)
@@ -443,16 +491,19 @@ def world_of(
     seed: int, allocator: Allocator | None = None, *, devices: int, trials: int, **policy: Any
 ) -> World:
     rng = random.Random(seed)
+    kinds = rng.choice(["a", "ab"]) if allocator else "a"  # `Anything` knows no types
     indices = rng.sample(range(3 * devices), devices)  # with gaps, in any order
     return World(
         controller=Controller(PolicyRules(max_restarts=2, **policy)),
         fleet=[
-            Device(index=index, node=7 - k // 2, kind="cpu") for k, index in enumerate(indices)
+            Device(index=index, node=7 - k // 2, kind=rng.choice(kinds))
+            for k, index in enumerate(indices)
         ],
         allocator=allocator or Anything(rng),
         rng=rng,
         budget=trials,
         knows_models=rng.random() < 0.3,
+        has_traits=rng.random() < 0.4,
     )
 
 

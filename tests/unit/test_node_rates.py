@@ -55,17 +55,6 @@ def test_what_was_never_measured_on_two_nodes_is_estimated_from_what_was() -> No
     assert profiles.rates("new", 3, "cpu")[2] == pytest.approx(30.0 * 0.95**2)  # nor of three
 
 
-def test_what_was_never_measured_on_one_node_is_estimated_too() -> None:
-    profiles = Profiles({}, presence := presence_of(2, 2))
-    profiles.measure("a", (0, 1), 200.0)
-    profiles.measure("a", (0, 2), 100.0)
-    profiles.measure("b", (0, 2), 30.0)
-    assert profiles.rates("b", 2, "cpu") == (30.0, 60.0)
-    presence.join(Device(index=9, node=0, kind="a100"))
-    profiles.measure("a", (9,), 400.0)  # 4 times as fast
-    assert profiles.rates("b", 1, "a100") == (120.0,)
-
-
 def test_a_rate_is_compared_with_what_was_expected_on_so_many_nodes() -> None:
     profiles = Profiles({}, presence_of(2, 2))
     for structure in ("a", "b"):

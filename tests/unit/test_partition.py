@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.virtual_workers.layouts import best_partitions
 from optuna_fleet.virtual_workers.partition import (
     DoesNotFit,
     Layers,
@@ -98,20 +97,6 @@ def test_the_search_finds_the_optimum(seed, num_devices, more_layers, tight):
     assert [s.first for s in found.stages[1:]] == [s.end for s in found.stages[:-1]]
 
 
-def test_equal_devices_are_not_told_apart_but_their_nodes_are():
-    # Two types on each of two nodes: whether neighbours share a node matters.
-    devices = tuple(StageDevice(index=i, node=i // 2, kind="ab"[i % 2]) for i in range(4))
-    problem = PartitionProblem(
-        layers=layers_of([1.0] * 8, speeds={"a": 1.0, "b": 1.0}, cut=1.0),
-        devices=devices,
-        links=Links(between=Link(bytes_per_s=0.1)),
-    )
-    found = best_partition(problem)
-    assert found.slowest_s == pytest.approx(brute_force(problem))
-    nodes = [stage.device.node for stage in found.stages]
-    assert nodes in ([0, 0, 1, 1], [1, 1, 0, 0])
-
-
 def test_alike_nodes_are_not_told_apart():
     problem = PartitionProblem(
         layers=layers_of([1.0] * 30, speeds={"a": 1.0}, cut=1.0),
@@ -120,17 +105,6 @@ def test_alike_nodes_are_not_told_apart():
     )
     found = best_partition(problem)  # all sets of nodes would be a billion
     assert [stage.device.node for stage in found.stages] == [*range(30)]
-
-
-def test_a_fast_device_gets_more_layers():
-    devices = (StageDevice(index=0, node=0, kind="a"), StageDevice(index=1, node=0, kind="b"))
-    problem = PartitionProblem(
-        layers=layers_of([1.0] * 9, speeds={"a": 2.0, "b": 1.0}), devices=devices
-    )
-    share = {
-        stage.device.kind: stage.end - stage.first for stage in best_partition(problem).stages
-    }
-    assert share == {"a": 6, "b": 3}
 
 
 def test_the_first_stage_holds_most_minibatches_so_it_gets_the_large_device():
@@ -147,18 +121,6 @@ def test_the_first_stage_holds_most_minibatches_so_it_gets_the_large_device():
     found = best_partition(problem)
     assert [stage.device for stage in found.stages] == [large, small]
     assert [stage.memory_bytes for stage in found.stages] == [6.0, 2.0]
-
-
-def test_alike_virtual_workers_get_their_own_devices():
-    devices = tuple(StageDevice(index=i, node=i % 2, kind="ab"[i % 2]) for i in range(6))
-    workers = (devices[:2], devices[2:4], devices[:1:-1][:2])
-    layers = layers_of([1.0] * 9, speeds={"a": 2.0, "b": 1.0})
-    problem = PartitionProblem(layers=layers, devices=devices[:2])
-    for worker, partition in zip(workers, best_partitions(problem, workers), strict=True):
-        assert {stage.device for stage in partition.stages} == set(worker)
-        assert [
-            s.end - s.first for s in sorted(partition.stages, key=lambda s: s.device.kind)
-        ] == [6, 3]
 
 
 def test_times_include_what_is_received():

@@ -8,7 +8,6 @@ import pytest
 
 from optuna_fleet.alloc import GreedyAllocator
 from optuna_fleet.events import (
-    Abort,
     Allocate,
     AnswerEpoch,
     DeviceGone,
@@ -29,7 +28,6 @@ from optuna_fleet.events import (
     RateMeasured,
     Requeue,
     ReturnToQueue,
-    RunLingers,
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
@@ -134,14 +132,6 @@ def two_ranks(**policy: Any) -> tuple[Sweep, int]:
     ]
     assert launch.devices == (0, 1, 2)
     return sweep, launch.run_id
-
-
-def test_only_ranks_that_are_left_are_told_to_end() -> None:
-    sweep, run_id = two_ranks()
-    abort = Abort(run_id=run_id, devices=(2,), lost=True)
-    assert sweep.tell(*node_leaves(0, 1)) == [abort]
-    ended = RankEnded(run_id=run_id, device=2, ending=Ending.ABORTED)
-    assert Requeue(number=0, run_id=run_id) in sweep.tell(ended)
 
 
 @pytest.mark.parametrize(
@@ -253,28 +243,6 @@ def test_who_loses_a_device_stays_on_the_others(within_epochs: bool) -> None:
     ended = [RankEnded(run_id=1, device=device, ending=Ending.YIELDED) for device in devices]
     assert [set(devices) >= set(rest) for _, devices in launches(sweep.tell(*ended))] == [True]
     assert set(sweep.problems[-1].candidates[0].devices) == set(rest)
-
-
-@pytest.mark.parametrize("lingers", [False, True])
-def test_one_plan_serves_all_who_leave_a_node_unless_one_takes_its_time(lingers: bool) -> None:
-    sweep = Sweep(trials=2, paradigm="elastic", moves_within_epochs=True)
-    sweep.tell(joined(0), joined(1))
-    for run in range(2):
-        model = reached(run, "s", resumable=True, movable=True)
-        sweep.tell(model, RateMeasured(run_id=run, samples_per_s=10.0))
-    assert sweep.tell(DeviceLeaving(device=0), DeviceLeaving(device=1)) == [
-        Interrupt(run_id=0),
-        Interrupt(run_id=1),
-    ]
-    sweep.controller._planner._rounds.number = 1  # a plan was carried out before
-    sweep.problems.clear()
-    sweep.tell(joined(5, node=1), joined(6, node=1))
-    sweep.tell(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
-    assert sweep.problems == []
-    ended = RankEnded(run_id=1, device=1, ending=Ending.YIELDED)
-    assert launches(sweep.tell(RunLingers(run_id=1) if lingers else ended))
-    (problem,) = sweep.problems
-    assert len(problem.candidates) == 2 - lingers
 
 
 def test_a_plan_that_did_not_know_of_a_leave_is_not_carried_out_there() -> None:

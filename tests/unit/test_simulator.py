@@ -47,19 +47,6 @@ def test_a_clock_distance_hides_pushes_and_pulls():
     assert max(loose.waited_s) < min(strict.waited_s)
 
 
-def test_pushes_and_pulls_that_stop_the_devices_cost_their_time():
-    workers = [stages(1, 1, push_s=1, pull_s=1)] * 2
-    in_wave = 4 * 1 + 2  # seconds that each device is busy for a wave
-    assert rate(workers, WaveSynchronous(4, 4)) <= 2 * 4 / in_wave * 1.2
-    assert rate(workers, WaveSynchronous(4, 0)) <= 2 * 4 / in_wave + 1e-9
-
-
-def test_while_a_virtual_worker_waits_it_goes_on_with_what_is_in_its_pipeline():
-    outcome = VirtualWorkers([stages(2, 2), stages(1, 1)], WaveSynchronous(4)).run(40)
-    assert outcome.waited_s[0] == pytest.approx(0, abs=1e-9)
-    assert 0 < outcome.idle_s[1] < outcome.waited_s[1]
-
-
 seconds = st.lists(st.floats(0.1, 3), min_size=1, max_size=4)
 
 

@@ -12,15 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.executor.call import runs
-from optuna_fleet.trainer.link import Inbox, StopLine
-from optuna_fleet.wire.calls import Reply
+from optuna_fleet.trainer.link import StopLine
 from optuna_fleet.wire.messages import (
-    AskStep,
-    AtStep,
     Place,
     StopAt,
 )
-from optuna_fleet.wire.node_messages import Quit
 
 STEPS = 4
 PLACES: list[Place] = [(1, epoch, step) for epoch in range(3) for step in range(STEPS)]
@@ -165,30 +161,3 @@ def driver() -> Any:
     driver = Driver()
     yield driver
     driver.messages.put(None)
-
-
-def test_an_interrupt_may_come_before_its_run(driver: Any) -> None:
-    inbox = Inbox(driver)
-    driver.messages.put(AskStep(run_id=7, rank=1))
-    assert driver.sent.get() == AtStep(run_id=7, rank=1, place=(0, 0, 0))
-    stop = StopAt(run_id=7, place=(1, 2, 3))
-    driver.messages.put(stop)
-    line = inbox.stop_line(7)
-    assert line.take((1, 2, 2), (1, 2, 3)) is None
-    assert line.take((1, 2, 3), (1, 2, 4)) == stop
-    assert inbox.stop_line(8).take((1, 2, 3), (1, 2, 4)) is None
-
-
-@pytest.mark.parametrize("end", [None, Quit()])
-def test_nobody_waits_for_a_driver_that_is_gone(driver: Any, end: Any) -> None:
-    inbox = Inbox(driver)
-    line = inbox.stop_line(0)
-    driver.messages.put(Reply(run_id=0, index=0))
-    driver.messages.put(AskStep(run_id=0, rank=0))
-    driver.messages.put(end)
-    assert inbox.next_order() == Quit()
-    assert inbox.is_over
-    assert inbox.next_reply() == Reply(run_id=0, index=0)
-    assert inbox.next_reply() is None
-    assert inbox.next_reply() is None
-    assert line.take((1, 0, 0), (1, 0, 1)) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import signal
 import threading
@@ -20,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from torch import nn
 
 from optuna_fleet import Checkpoints, FleetExecutor, Limits, TrialError
-from tests.fleets import Leg, fleet_of, run, small_pipeline
+from tests.fleets import Leg, run, small_pipeline
 from tests.waiting import until
 
 ON_FOUR = Leg((0, 1, 2, 3))
@@ -175,21 +174,6 @@ def test_layers_may_prune(fleet: Any) -> None:
     assert [*pruned.intermediate_values] == [0]
 
 
-def returns_at_an_error(trial: Any) -> float:
-    try:
-        return trains(trial, options=FLUSHED, spring=fail)
-    except OwnError:
-        return math.inf
-
-
-def test_who_returns_at_an_error_that_others_do_not_have_lets_go_of_them(tmp_path: Path) -> None:
-    with (
-        fleet_of(devices=4, checkpoints=Checkpoints(tmp_path)) as fleet,
-        pytest.raises(RuntimeError, match=r"in stage \d of 4"),
-    ):
-        run(fleet, returns_at_an_error, ON_FOUR)
-
-
 class FailsInPlace(torch.optim.SGD):
     """On one rank, when its parameters have come to their places."""
 
@@ -258,13 +242,3 @@ def test_a_rank_that_leaves_the_others_alone_is_told_of(
     objective = functools.partial(goes_its_own_way, options=options, rank=rank, how=how)
     with pytest.raises(TrialError, match=rf"went different ways: .*rank {rank} {said}"):
         run(fleet, objective, leg)
-
-
-@pytest.mark.parametrize("options", [FLUSHED, SERVERS, ALONE])
-def test_all_ranks_of_a_trial_that_is_pruned_between_two_steps_end(
-    fleet: Any, options: dict[str, Any]
-) -> None:
-    is_pruned = functools.partial(goes_its_own_way, options=options, rank=None, how="is pruned")
-    assert run(fleet, is_pruned, ON_FOUR).state is TrialState.PRUNED
-    again = run(fleet, functools.partial(trains, options=options), Leg((2, 1, 3, 0)))
-    assert again.state is TrialState.COMPLETE

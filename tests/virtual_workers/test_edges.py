@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from optuna_fleet.virtual_workers.edges import Edges
-from optuna_fleet.virtual_workers.parameter_server import Directory, ParameterServer
+from optuna_fleet.virtual_workers.parameter_server import Directory
 from optuna_fleet.virtual_workers.stage_messages import (
     Activations,
     Gradients,
-    Push,
     StageAddress,
 )
 
@@ -97,30 +96,6 @@ def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges], default
     assert nothing == []
 
 
-def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -> None:
-    """A stage that has ended its last pass goes while its neighbour still reads."""
-    first, second = two_stages
-    for number in (1, 2):
-        first.send(SECOND, activations(number))
-    ends = threading.Thread(target=first.close, kwargs={"alone": True})
-    ends.start()
-    ends.join()
-    for thread in [t for threads in second._threads.values() for t in threads]:
-        thread.join()  # now its farewell is there
-    assert [second.receive().number for _ in range(2)] == [1, 2]  # type: ignore[union-attr]
-    assert second.poll() is None
-    told = "stage 0 has left the pipeline, while stage 1 waited for it"
-    with pytest.raises(RuntimeError, match=told):
-        second.receive()
-
-
-def test_who_fails_at_the_very_end_does_not_keep_those_who_wait_for_all() -> None:
-    on = Directory.of(((0, 1, 2),), ((1, 2),), dict.fromkeys("012", 1.0), [0, 0, 0])
-    edges = connected(on)
-    edges[2].close(alone=True)
-    close(edges[:2])  # the second has heard of it, the first has not
-
-
 class Odd:
     """What nobody would load who does not know where it comes from."""
 
@@ -146,37 +121,3 @@ def test_who_can_not_give_what_it_holds_is_not_waited_for(
             second.gather(give)
         with pytest.raises(RuntimeError, match="rank 1 could not send what it holds"):
             gathered.result()
-
-
-def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0])
-    edges = connected(on)
-    ends = threading.Thread(target=edges[1].close, kwargs={"alone": False})
-    ends.start()
-    for thread in [t for threads in edges[0]._threads.values() for t in threads]:
-        thread.join()  # its farewell is there
-    assert edges[0].poll() is None
-    assert not edges[0]._gone
-    edges[0].close(alone=False)
-    ends.join()
-
-
-def test_a_servers_error_is_told_by_the_stage_beside_it() -> None:
-    on = Directory.of(((0,), (1,)), ((), ()), {"0": 1.0, "1": 1.0}, [0, 0])
-    edges = connected(on)
-    edges[0].host(
-        {
-            0: ParameterServer(
-                piece=0,
-                weights={},
-                num_workers=2,
-                clock_distance=0,
-                transport=edges[0],
-            )
-        }
-    )
-    for wave in (0, 0):
-        edges[1].ask(Push(0, 1, wave, {}))
-    with pytest.raises(AssertionError, match="pushed wave 0, but 1 is next"):
-        edges[0].receive()
-    close(edges)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,42 +154,6 @@ def clamps_gradients(model: nn.Module) -> None:
 UNLIMITED = {**FLUSHED, "max_grad_norm": None}
 
 
-def thaws_what_layers_share(trial: Any, *, plainly: bool = False) -> float:
-    """Their weight is frozen in one layer and thawed in another one, which may be elsewhere."""
-    model = tied_layers()
-    clamps_gradients(model)
-
-    def at_epoch(epoch: int) -> None:
-        if epoch < 2:
-            layer = (model[0], model[-1])[epoch][-1 - epoch]
-            layer.weight.requires_grad_(epoch > 0)
-
-    if not plainly:
-        return trains(trial, options=UNLIMITED, at_epoch=at_epoch, build=lambda: model)
-    optimizer = momentum(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    trial.prepare(model, optimizer, scheduler)
-    losses = []
-    for epoch in trial.epochs(3):
-        at_epoch(epoch)
-        for images, labels in trial.batches("train", batch_size=BATCH):
-            loss = F.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        scheduler.step()
-    trial.set_user_attr("losses", losses)
-    return losses[-1]
-
-
-def test_what_layers_share_may_be_thawed_as_in_a_plain_loop(fleet: Any) -> None:
-    plain = run(fleet, functools.partial(thaws_what_layers_share, plainly=True), Leg((0,)))
-    alone, in_three = (run(fleet, thaws_what_layers_share, Leg(on)) for on in ((0,), (1, 2, 0)))
-    assert result(alone)["losses"] == pytest.approx(plain.user_attrs["losses"], rel=1e-12)
-    assert result(in_three) == result(alone)
-
-
 def begins_to_train_more(trial: Any, *, options: dict[str, Any], thaws: bool) -> float:
     """The optimizer gets the first layers in the second epoch, which may also thaw them."""
     model, optimizers = layers(), []
@@ -241,17 +204,6 @@ def test_weights_that_are_elsewhere_are_not_passed_over(fleet: Any) -> None:
         run(fleet, averages_by_hand, Leg((0, 1)))
 
 
-def test_without_flushes_nothing_is_thawed() -> None:
-    study = optuna.create_study()
-    objective = functools.partial(begins_to_train_more, options=DELAYED, thaws=True)
-    told = "`requires_grad` of '0.bias' has changed"
-    with (
-        FleetExecutor(small_pipeline(), cluster="inline") as fleet,
-        pytest.raises(FleetConfigError, match=told),
-    ):
-        study.optimize(objective, n_trials=1, executor=fleet)
-
-
 def ends_with_batches_in_flight(trial: Any) -> float:
     model = layers()
     optimizer = momentum(model.parameters(), lr=0.05)
@@ -275,35 +227,10 @@ def test_what_is_in_flight_at_the_end_is_trained_on(tmp_path: Path) -> None:
     assert all(torch.equal(alone[name], in_three[name]) for name in alone)
 
 
-def test_what_stages_share_is_in_a_checkpoint_once(tmp_path: Path) -> None:
-    due = Checkpoints(tmp_path)
-    with fleet_of(devices=3, checkpoints=due) as fleet:
-        fleet.script = {0: [Leg((0, 1, 2))]}
-        study = optuna.create_study()
-        objective = functools.partial(trains, options=FLUSHED, epochs=1, build=tied_layers)
-        study.optimize(objective, n_trials=1, executor=fleet)
-    state = load_best_model(study)[0]
-    shared = [tensor for tensor in state.values() if tensor.shape == (36, 36)]
-    assert len(shared) == 3
-    assert len({tensor.data_ptr() for tensor in shared}) == 1
-    loaded = load_best_model(study, tied_layers())
-    assert torch.equal(loaded[2].weight, shared[0])
-    assert loaded[2].weight is loaded[0][1].weight
-
-
 # -- several virtual workers ----------------------------------------------------------------------
 
 WAVES = {"in_flight": 3, "clock_distance": 0, "virtual_workers": 2}
 ALL = (0, 1, 2, 3)
-
-
-def test_virtual_workers_go_on_from_a_checkpoint_as_if_nothing_had_been(fleet: Any) -> None:
-    objective = functools.partial(trains, options=WAVES)
-    at_once = run(fleet, objective, Leg(ALL))
-    moved = run(fleet, objective, Leg(ALL, until_epoch=1), Leg((2, 1, 3, 0)))
-    assert result(moved) == result(at_once)
-    losses = result(at_once)["losses"]
-    assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def without_noise() -> nn.Sequential:
@@ -323,15 +250,6 @@ def test_one_minibatch_at_a_time_is_sgd_on_whole_batches_whatever_the_layout(fle
     for several in (run(fleet, objective, Leg(ALL)), run(fleet, objective, *legs)):
         assert result(several)["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         assert result(several)["found"] == pytest.approx(expected["found"], rel=1e-10)
-
-
-def test_what_a_clock_distance_alone_gave_is_told(fleet: Any, log: Any) -> None:
-    objective = functools.partial(trains, options={"clock_distance": 1})
-    trial = run(fleet, objective, Leg(ALL, until_epoch=2), Leg((0,)))
-    said = [line for line in log.getvalue().splitlines() if "takes the layout" in line]
-    assert len(said) == 1  # and none for one device
-    assert re.search(r"here [1-4] x [1-4]( or [1-4])? \(ED; .* with \d in flight", said[0])
-    assert trial.user_attrs["layout"] == [1, 1]
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

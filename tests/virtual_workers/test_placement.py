@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from optuna_fleet.virtual_workers.measuring import LayerCost, blocks_of, layer_costs, link_of
 from optuna_fleet.virtual_workers.minibatches import microbatches
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link
-from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks, TooManyDevices
+from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
@@ -38,36 +36,10 @@ def test_layers_stay_together_that_share_parameters() -> None:
     assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [((1,),), ((4,),)]
 
 
-def test_devices_of_about_the_same_memory_are_not_told_apart() -> None:
-    measured = tuple(1e3 + number / 10 for number in range(30))
-    on = Ranks(nodes=(0,) * 30, memory_bytes=measured)
-    blocks = tuple(range(1, 31))
-    placed = demand(1e3, blocks).place([[LAYER] * 30] * 30, on)  # a billion sets of them
-    assert sorted(placed.ranks[0]) == [*range(30)]
-
-
 def test_no_more_devices_are_asked_for_than_hold_the_model() -> None:
     costs = [LAYER] * 6
     assert [demand(m).fewest_stages(costs, 6) for m in (72.0, 71.0, 24.0)] == [1, 2, 3]
     assert demand(24.0).fewest_stages(costs, 2) is None
-
-
-class Remembers(nn.Linear):
-    """Keeps what it gave last, with the graph that it came from."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.given = [super().forward(x)]
-        return self.given[0]
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_layers_are_measured_that_hold_results_of_autograd() -> None:
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)), Remembers(2, 2))
-    given, weight = model(torch.ones(3, 2)), model[0].weight
-    batch = torch.ones(3, 2), torch.ones(3, 2)
-    layer_costs(list(model), nn.functional.mse_loss, *batch, torch.device("cpu"))
-    assert model[1].given[0] is given
-    assert model[0].weight is weight
 
 
 def test_a_link_is_as_fast_as_messages_there_and_back() -> None:
@@ -113,14 +85,6 @@ def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
     assert len(tight.ranks) == 2
 
 
-def test_where_memory_is_short_stages_hold_fewer_minibatches() -> None:
-    def workers_and_held(memory_bytes: float) -> tuple[int, int]:
-        placed = several(2, memory_bytes=memory_bytes).place([[LAYER] * 6] * 4)
-        return len(placed.ranks), placed.held
-
-    assert [workers_and_held(memory) for memory in (60.0, 50.0, 40.0)] == [(2, 2), (2, 1), (1, 1)]
-
-
 TWO_NODES = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
 
 
@@ -134,28 +98,12 @@ def test_the_layout_that_is_chosen_is_taken(layout: str, ranks: list[list[int]])
     assert placed.reason == ""
 
 
-def test_local_servers_take_fewer_virtual_workers_where_more_have_unlike_nodes() -> None:
-    on = Ranks(nodes=(0, 0, 1), memory_bytes=(1e9,) * 3)
-    placed = {
-        layout: replace(several(2), layout=layout).place([[LAYER] * 6] * 3, on)
-        for layout in ("ED", "ED-local")
-    }
-    assert [len(found.ranks) for found in placed.values()] == [2, 1]
-
-
 def test_local_servers_have_stages_cut_alike_whoever_is_slow_at_the_moment() -> None:
     costs = [[LAYER] * 6, [SLOW] * 6, [LAYER] * 6, [LAYER] * 6]
     placed = replace(several(None), layout="ED-local").place(costs, TWO_NODES)
     assert len(placed.ranks) == 2
     assert len(set(placed.cuts)) == 1
     assert len({tuple(rank // 2 for rank in ranks) for ranks in placed.ranks}) == 1
-
-
-def test_a_virtual_worker_with_more_devices_than_layers_is_refused() -> None:
-    short = replace(several(None), blocks=(1, 2, 3), layout="NP")
-    with pytest.raises(TooManyDevices, match="more devices than parts of the model: 4"):
-        short.place([[LAYER] * 3] * 4)
-    assert len(short.place([[LAYER] * 3] * 4, TWO_NODES).ranks) == 2
 
 
 def most_in_flight(most: int | None, memory_bytes: float, devices: int = 4) -> int:
@@ -172,24 +120,6 @@ def test_as_many_minibatches_are_in_flight_as_help_and_fit() -> None:
     assert [most_in_flight(2, memory) for memory in (60.0, 35.0, 28.0)] == [2, 1, 1]
     with pytest.raises(DoesNotFit):
         most_in_flight(2, 20.0)
-
-
-@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
-def test_how_many_are_in_flight_does_not_depend_on_times_if_memory_is_not_short(
-    paces: list[float],
-) -> None:
-    free = replace(several(2), in_flight=None)
-    costs = [
-        [replace(LAYER, forward_s=pace, backward_s=2 * pace, parameter_bytes=1e7)] * 6
-        for pace in paces
-    ]
-    assert free.place(costs).in_flight == 3
-
-
-def test_the_layout_that_comes_by_itself_is_told() -> None:
-    placed = replace(several(None), in_flight=None).place([[LAYER] * 6] * 4)
-    assert "here 2 x 2 (ED; virtual workers x stages), with 3 in flight." in placed.reason
-    assert several(2).place([[LAYER] * 6] * 4).reason == ""
 
 
 def test_what_layers_cost_is_measured_without_a_trace() -> None:
@@ -221,3 +151,9 @@ def test_a_batch_in_parts(size: int, sizes: list[int], weights: list[float]) -> 
     assert [part.weight for part in parts] == weights
     assert all(torch.equal(part.inputs["x"], part.targets) for part in parts)
     assert all(part.inputs["mask"].shape == (3, 3) for part in parts)
+
+
+def test_the_layout_that_comes_by_itself_is_told() -> None:
+    placed = replace(several(None), in_flight=None).place([[LAYER] * 6] * 4)
+    assert "here 2 x 2 (ED; virtual workers x stages), with 3 in flight." in placed.reason
+    assert several(2).place([[LAYER] * 6] * 4).reason == ""

@@ -1,20 +1,18 @@
 """Virtual workers: exact weights for each minibatch, bounded staleness, plain SGD's results."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import Blueprint
-from oracle import LR, Oracle, batch, furthest, mlp, sgd, train
+from oracle import Oracle, batch, furthest, mlp, sgd, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
-from optuna_fleet.virtual_workers.stage import Noise
 from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous
 
 
@@ -102,20 +100,6 @@ def test_skip_connections_masks_and_token_inputs_cross_cuts():
     assert furthest(run.workers.weights(), Oracle(plan, tokens).weights(run.starts)) <= 1e-14
 
 
-@pytest.mark.parametrize("cuts", [(), (2,)])
-def test_a_first_layer_may_work_in_place_on_minibatches_of_one_batch(cuts):
-    together = torch.randn(4, 3, 6, dtype=torch.float64)
-    before = together.clone()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.ReLU(inplace=True), *mlp()).double()
-    train(
-        blueprint(Flush(4), cuts, model=model),
-        num_waves=1,
-        batches=lambda worker, number: (together[number - 1], torch.ones(3, 6).double()),
-    )
-    assert torch.equal(together, before)
-
-
 class Kept(nn.Linear):
     def forward(self, x):
         return super().forward(x).tanh()
@@ -135,33 +119,6 @@ def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
         return train(blueprint(WaveSynchronous(3, None), (1,), model=model), 4).workers.weights()
 
     assert furthest(trained(Recomputed), trained(Kept)) == 0
-
-
-def test_hooks_of_parameters_change_their_gradients():
-    def trained(lr, factor):
-        torch.manual_seed(0)
-        model = mlp()
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: factor * gradient)
-        optimizer = partial(torch.optim.SGD, lr=lr)
-        plan = blueprint(WaveSynchronous(2, None), (1, 3), model=model, optimizer=optimizer)
-        return train(plan, 3).workers.weights()
-
-    assert furthest(trained(LR, 0.5), trained(LR / 2, 1.0)) <= 1e-14
-
-
-def test_a_layer_that_is_within_another_too_draws_as_that_one():
-    dropout, x = nn.Dropout(), torch.ones(64)
-    layers = {0: dropout, 1: nn.Sequential(nn.Identity(), dropout)}
-
-    def drawn(places):
-        noise = Noise({place: layers[place] for place in places}, x.device, (0,))
-        with noise.of(1):
-            outputs = [layers[place](x) for place in places]
-        noise.close()
-        return outputs[-1]
-
-    assert torch.equal(drawn([0, 1]), drawn([1]))
 
 
 # -- several virtual workers ----------------------------------------------------------------------

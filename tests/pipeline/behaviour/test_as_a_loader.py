@@ -3,7 +3,6 @@
 And what they may not have: randomness that no seed repeats, which is found and told.
 """
 
-import itertools
 import os
 import random
 from typing import Any
@@ -21,7 +20,7 @@ from optuna_fleet.exceptions import PreprocessingError
 N = 150
 
 
-def read(client: Any, name: str, epoch: int, batch_size: int = 7) -> list[Any]:
+def read(client: Any, name: str, epoch: int = 0, batch_size: int = 7) -> list[Any]:
     """The samples of an epoch, as plain numbers and tuples."""
     batches = client.read(name, epoch=epoch, batch_size=batch_size)
     return [plain(sample) for batch in batches if batch.local_size for sample in batch.data]
@@ -33,17 +32,18 @@ def plain(value: Any) -> Any:
     return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def everywhere(epochs: Any = range(2), **given: Any) -> list[Any]:
-    """What is read, which may not depend on processes, chunks and batches; `train` and `val`."""
-    inline = SharedPipeline(**given, collate_fn=list).inline()
-    names = [name for name in ("train", "val") if name in given]
-    asked = list(itertools.product(names, epochs))
-    wanted = [read(inline, *each) for each in asked]
+def everywhere(data: dict[str, Any], epochs: Any = range(2), **options: Any) -> dict[str, Any]:
+    """By data set, what its epochs are, which may not depend on processes, chunks and batches."""
+
+    def all_of(client: Any, batch_size: int = 7) -> dict[str, Any]:
+        return {name: [read(client, name, e, batch_size) for e in epochs] for name in data}
+
+    wanted = all_of(SharedPipeline(**data, **options, collate_fn=list).inline())
     for number, chunk_bytes, batch_size in ((1, 1 << 20, 64), (2, 300, 7)):
-        pipeline = SharedPipeline(**given, collate_fn=list)
+        pipeline = SharedPipeline(**data, **options, collate_fn=list)
         with serving(pipeline, num_preprocessors=number, chunk_bytes=chunk_bytes) as agent:
-            client = agent.client()
-            assert [read(client, *each, batch_size) for each in asked] == wanted
+            found = all_of(agent.client(), batch_size)
+            assert {name for name in data if found[name] != wanted[name]} == set()
     return wanted
 
 
@@ -102,17 +102,6 @@ class Neighbours(Table):
         return [(i, min(wanted), len(wanted)) for i in wanted]
 
 
-@pytest.mark.parametrize("kind", [Table, Yielding, Drawing, Padding, Neighbours])
-@pytest.mark.parametrize(
-    "wrapped", [lambda d: d, lambda d: Subset(d, range(1, N)), lambda d: ConcatDataset([d])]
-)
-def test_no_data_set_is_read_many_at_once_unasked(kind, wrapped):
-    dataset = wrapped(kind())
-    alone = SharedPipeline(train=Alone(dataset), collate_fn=list).inline()
-    with serving(SharedPipeline(train=dataset, collate_fn=list)) as agent:
-        assert read(agent.client(), "train", 1) == read(alone, "train", 1)
-
-
 class Alone(Numbered):
     """The same without `__getitems__`."""
 
@@ -124,19 +113,35 @@ class Alone(Numbered):
         return self.dataset[index]
 
 
-@pytest.mark.parametrize("kind", [Table, Yielding, Drawing, Padding, Neighbours])
-@pytest.mark.parametrize("wrapped", [lambda d: d, lambda d: Subset(d, range(N - 1, 0, -1))])
-def test_samples_read_at_once_are_the_same_everywhere(kind, wrapped):
-    dataset = wrapped(kind())
-    train, again, val = everywhere(train=dataset, val=dataset, batched=True)[:3]
-    assert train != again
-    if kind is Table:
-        assert val == [dataset[i] for i in range(len(dataset))]
+KINDS = (Table, Yielding, Drawing, Padding, Neighbours)
+TABLES: dict[str, Any] = {
+    f"{name}_{kind.__name__}": wrap(kind())
+    for kind in KINDS
+    for name, wrap in {
+        "train": lambda d: d,
+        "train_part": lambda d: Subset(d, range(N - 1, 0, -1)),
+        "train_several": lambda d: ConcatDataset([d]),
+    }.items()
+}
 
 
-def test_samples_that_come_twice_are_drawn_twice():
+def test_no_data_set_is_read_many_at_once_unasked() -> None:
+    alone = SharedPipeline(**{n: Alone(d) for n, d in TABLES.items()}, collate_fn=list).inline()
+    with serving(SharedPipeline(**TABLES, collate_fn=list)) as agent:
+        client = agent.client()
+        assert [n for n in TABLES if read(client, n, 1) != read(alone, n, 1)] == []
+
+
+def test_samples_read_at_once_are_the_same_everywhere() -> None:
+    tables = {name: table for name, table in TABLES.items() if "several" not in name}
+    found = everywhere(tables | {"val": Table(), "test": Drawing()}, batched=True)
+    assert all(found[name][0] != found[name][1] for name in tables)
+    assert found["val"] == [[*range(N)]] * 2
+
+
+def test_samples_that_come_twice_are_drawn_twice() -> None:
     order = [5, 5, 7, *range(40), 5, 9]
-    (epoch, _) = everywhere(train=Drawing(), sampler=order, batched=["train"])
+    (epoch, _) = everywhere({"train": Drawing()}, sampler=order, batched=["train"])["train"]
     assert [sample[0] for sample in epoch] == order
     assert len(set(epoch)) == len(order)
 
@@ -144,7 +149,7 @@ def test_samples_that_come_twice_are_drawn_twice():
 @pytest.mark.parametrize(
     "stages", [{}, {"prepare": lambda i: [i]}, {"augment": lambda i: (i, random.random())}]
 )
-def test_reading_at_once_takes_few_calls(stages):
+def test_reading_at_once_takes_few_calls(stages: Any) -> None:
     wanted = read(SharedPipeline(train=Table(), collate_fn=list, **stages).inline(), "train", 1)
     COUNTS[SWITCH] = 0
     pipeline = SharedPipeline(train=Table(), collate_fn=list, batched="train", **stages)
@@ -152,18 +157,6 @@ def test_reading_at_once_takes_few_calls(stages):
         assert read(agent.client(), "train", 1) == wanted
     # Some samples are made again: the first, as a check, and what is timed for the decoded store.
     assert 0 < COUNTS[SWITCH] <= 4 + N // 32 + 1
-
-
-@pytest.mark.parametrize("augment", [None, lambda sample: (sample[0].add_(1), sample[1])])
-def test_samples_read_at_once_may_be_written_into(augment):
-    dataset = [(torch.full((300,), float(i)), i) for i in range(N)]
-
-    class Rows(Table):
-        def __getitem__(self, index: int) -> Any:
-            return dataset[index][0].clone(), index
-
-    stages = {} if augment is None else {"augment": augment}
-    everywhere(train=Rows(), batched=True, epochs=range(3), **stages)
 
 
 class Failing(Table):
@@ -178,24 +171,18 @@ class Short(Table):
         return super().__getitems__(wanted)[1:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Failing, "or one that is read with it, raised RuntimeError: broken row"),
-        (Short, "__getitems__ gave 31 samples for 32 indices"),
-    ],
-)
-def test_what_raises_among_many_is_told(kind, words):
-    with (
-        serving(SharedPipeline(val=kind(), batched=True)) as agent,
-        pytest.raises(PreprocessingError, match=words),
-    ):
-        read(agent.client(), "val", 0)
-
-
-def test_only_what_raises_is_skipped():
-    (found,) = everywhere([0], val=Failing(), batched=True, on_error="skip")
-    assert found == [*range(37), 38, *range(38, N)]
+def test_what_raises_among_many_is_told_or_skipped() -> None:
+    pipeline = SharedPipeline(val=Failing(), test=Short(), batched=True)
+    with serving(pipeline) as agent:
+        client = agent.client()
+        for name, words in {
+            "val": "or one that is read with it, raised RuntimeError: broken row",
+            "test": "__getitems__ gave 31 samples for 32 indices",
+        }.items():
+            with pytest.raises(PreprocessingError, match=words):
+                read(client, name)
+    found = everywhere({"val": Failing()}, [0], batched=True, on_error="skip")
+    assert found["val"] == [[*range(37), 38, *range(38, N)]]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +195,7 @@ def test_only_what_raises_is_skipped():
         (None, "value of `batched` is None"),
     ],
 )
-def test_batched_that_can_not_be(given, words):
+def test_batched_that_can_not_be(given: Any, words: str) -> None:
     with pytest.raises(FleetConfigError, match=words):
         SharedPipeline(train=Table(), val=Numbered(), batched=given)
 
@@ -217,7 +204,7 @@ def test_batched_that_can_not_be(given, words):
 
 
 class Curriculum(Numbered):
-    epoch = None
+    epoch: Any = None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -242,43 +229,39 @@ class TableOfEpochs(Curriculum, Table):
     pass
 
 
-@pytest.mark.parametrize("kind", [Curriculum, Redrawn, TableOfEpochs])
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        lambda d: d,
-        lambda d: Subset(d, range(40)),
-        lambda d: ConcatDataset([Subset(d, [3, 4]), Numbered(20), d]),
-    ],
-)
-def test_data_sets_are_told_the_epoch(kind, wrapped):
-    shared = kind()  # by training data and by data that have one epoch only
-    given = {"train": wrapped(shared), "val": wrapped(shared)}
-    batched = kind is TableOfEpochs and hasattr(given["train"], "__getitems__")
-    found = everywhere([0, 1, 5], **given, batched=batched)
-    epochs = [{each[1] for each in epoch if isinstance(each, tuple)} for epoch in found]
-    if kind is Redrawn:
-        assert [len(each) for each in epochs] == [1] * 6
-        assert len(set.union(*epochs[:3])) == 3
-    else:
-        assert epochs == [{0}, {1}, {5}, {0}, {0}, {0}]
+def test_data_sets_are_told_the_epoch() -> None:
+    data = {}
+    for kind in (Curriculum, Redrawn, TableOfEpochs):
+        shared = kind()  # by training data and by data that have one epoch only
+        for name in ("train", "val"):
+            data[f"{name}_{kind.__name__}"] = shared
+            data[f"{name}_part_{kind.__name__}"] = Subset(shared, range(40))
+            data[f"{name}_parts_{kind.__name__}"] = ConcatDataset(
+                [Subset(shared, [3, 4]), Numbered(20), shared]
+            )
+    at_once = ["train_TableOfEpochs", "val_part_TableOfEpochs"]
+    for name, epochs in everywhere(data, [0, 1, 5], batched=at_once).items():
+        seen = [{each[1] for each in epoch if isinstance(each, tuple)} for epoch in epochs]
+        if "Redrawn" in name:
+            assert [len(each) for each in seen] == [1] * 3
+            assert len(set.union(*seen)) == (3 if name.startswith("train") else 1)
+        else:
+            assert seen == ([{0}, {1}, {5}] if name.startswith("train") else [{0}] * 3)
 
 
-def test_what_changes_with_the_epoch_is_not_prepared_once():
+class Refusing(Curriculum):
+    def set_epoch(self, epoch: int) -> None:
+        raise ValueError("no such epoch")
+
+
+def test_what_goes_wrong_with_epochs_is_told() -> None:
     with pytest.raises(FleetConfigError, match="is not the same each time"):
         SharedPipeline(train=Curriculum(), augment=lambda sample: sample).packed().setup(1)
-
-
-def test_an_error_of_set_epoch_is_told():
-    class Refusing(Curriculum):
-        def set_epoch(self, epoch: int) -> None:
-            raise ValueError("no such epoch")
-
     with (
         serving(SharedPipeline(train=Refusing())) as agent,
         pytest.raises(PreprocessingError, match="ValueError: no such epoch"),
     ):
-        read(agent.client(), "train", 0)
+        read(agent.client(), "train")
 
 
 # -- get_worker_info ------------------------------------------------------------------------------
@@ -295,23 +278,21 @@ class Informed(Numbered):
         return index, info.id, info.num_workers, drawn, torch.tensor(info.seed).item()
 
 
-@pytest.mark.parametrize("wrapped", [lambda d: d, lambda d: Subset(d, range(40))])
-def test_data_sets_are_informed_as_by_the_one_worker(wrapped):
-    train, later, val, _ = everywhere(train=wrapped(Informed()), val=wrapped(Informed()))
-    assert {sample[1:3] for sample in train + later + val} == {(0, 1)}
-    seeds = [sample[4] for sample in train + later + val]
-    assert len(set(seeds)) == len(seeds)
-    assert get_worker_info() is None
+def test_data_sets_are_informed_as_by_the_one_worker() -> None:
+    part = Subset(Informed(), range(40))
+    found = everywhere({"train": Informed(), "val": Informed(), "train_part": part})
+    (first, later), (val, _), (some, _) = found.values()
+    for samples in (first + later + val, some):
+        assert {sample[1:3] for sample in samples} == {(0, 1)}
+        assert len({sample[4] for sample in samples}) == len(samples)
 
-
-def test_what_is_prepared_is_informed_too():
     def prepare(index: int) -> Any:
         return index, get_worker_info().num_workers
 
     def augment(sample: Any) -> Any:
         return *sample, get_worker_info().seed
 
-    everywhere(train=Numbered(), prepare=prepare, augment=augment)
+    everywhere({"train": Numbered()}, prepare=prepare, augment=augment)
     assert get_worker_info() is None
 
 
@@ -362,37 +343,32 @@ class FreshTable(Fresh, Table):
     pass
 
 
-UNSEEDED = [Fresh, Kept, Bytes, Counting, Objects, FreshTable]
+def test_unseeded_randomness_is_told_of_once() -> None:
+    unseeded = (Fresh, Kept, Bytes, Counting, Objects, FreshTable)
+    data = {f"{name}_{kind.__name__}": kind() for name in ("train", "val") for kind in unseeded}
+    at_once = ["train_FreshTable", "val_FreshTable"]
+    with serving(SharedPipeline(**data, collate_fn=list, batched=at_once)) as agent:
+        client = agent.client()
+        for name in data:
+            for epoch in range(2):
+                assert sum(b.local_size for b in client.read(name, epoch=epoch, batch_size=7)) == N
+        notices = agent.notices()
+    assert len(notices) == len(data)
+    for name in data:
+        (notice,) = [each for each in notices if f"data set '{name}' came out otherwise" in each]
+        assert "torch.initial_seed()" in notice
 
 
-@pytest.mark.parametrize("name", ["train", "val"])
-@pytest.mark.parametrize("kind", UNSEEDED)
-def test_unseeded_randomness_is_told_of_once(kind, name):
-    batched = kind is FreshTable
-    pipeline = SharedPipeline(**{name: kind()}, collate_fn=list, batched=batched)
-    with serving(pipeline) as agent:
-        for epoch in range(2):
-            for _ in agent.client().read(name, epoch=epoch, batch_size=7):
-                pass
-        (notice,) = agent.notices()
-    assert f"data set '{name}' came out otherwise when it was made again" in notice
-    assert "torch.initial_seed()" in notice
+def noisy(index: int) -> int:
+    return index * os.urandom(8)[0]
 
 
-def test_unseeded_augmentation_is_told_of():
-    pipeline = SharedPipeline(train=Numbered(), augment=lambda i: i * os.urandom(8)[0])
-    with serving(pipeline) as agent:
-        for _ in agent.client().read("train", epoch=0, batch_size=7):
-            pass
-        (notice,) = agent.notices()
-    assert "'train' came out otherwise" in notice
-
-
-def test_it_is_told_in_the_log(capfd):
-    with SharedPipeline(train=Fresh(), num_preprocessors=1) as pipeline:
+def test_unseeded_augmentation_is_told_of_in_the_log(capfd: Any) -> None:
+    with SharedPipeline(train=Numbered(), augment=noisy, num_preprocessors=1) as pipeline:
         for _ in pipeline.batches("train", batch_size=7, epoch=0):
             pass
-    assert capfd.readouterr().err.count("came out otherwise when it was made again") == 1
+    told = capfd.readouterr().err
+    assert told.count("'train' came out otherwise when it was made again") == 1
 
 
 class Seeded(Numbered):
@@ -425,18 +401,12 @@ class Late(Numbered):
         return index
 
 
-@pytest.mark.parametrize("kind", [Seeded, Odd, Late, Curriculum, Informed, Table])
-def test_nothing_is_told_of_others(kind):
-    with serving(SharedPipeline(train=kind(), collate_fn=list), num_preprocessors=1) as agent:
-        for _ in agent.client().read("train", epoch=0, batch_size=7):
-            pass
+def test_nothing_is_told_of_others() -> None:
+    kinds = (Seeded, Odd, Late, Curriculum, Informed, Table)
+    data = {f"train_{kind.__name__}": kind() for kind in kinds}
+    pipeline = SharedPipeline(**data, collate_fn=list)
+    with serving(pipeline, num_preprocessors=1) as agent:
+        client = agent.client()
+        for name in data:
+            assert sum(batch.local_size for batch in client.read(name, epoch=0, batch_size=7)) == N
         assert agent.notices() == []
-
-
-def test_what_is_skipped_is_counted_once():
-    with serving(
-        SharedPipeline(val=Failing(38), on_error="skip", sampler={"val": [37, 1]})
-    ) as agent:
-        for _ in agent.client().read("val", epoch=0, batch_size=2):
-            pass
-        assert agent.stats().num_skipped == 1

@@ -141,36 +141,6 @@ def test_the_budget_holds_where_the_first_samples_are_small():
     assert stats.peak_bytes <= budget
 
 
-def test_stages_given_by_the_user():
-    def augment(sample):
-        image, index = sample
-        return image.float() + torch.rand(()), index
-
-    def prepare(sample):
-        image, index = sample
-        return image[:, :8, :8], index
-
-    pipeline = SharedPipeline(train=Pictures(30), prepare=prepare, augment=augment)
-    wanted = epochs(pipeline.inline())
-    COUNTS[:] = 0
-    with serving(pipeline) as agent:
-        assert same(epochs(agent.client()), wanted)
-        assert agent.stats().num_loaded > 0
-    assert not torch.equal(wanted[0], wanted[1])
-    assert COUNTS[:30].sum() <= 45  # 90 without the store
-
-
-def test_finish_is_applied_to_every_sample():
-    def finish(sample):
-        image, index = sample
-        return image.float() / 255, index
-
-    pictures = Pictures(6, v2.CenterCrop(8))
-    with serving(SharedPipeline(val=pictures, finish=finish)) as agent:
-        (batch,) = agent.client().read("val", epoch=0, batch_size=6)
-    assert torch.equal(batch.data[0][3], pictures[3][0].float() / 255)
-
-
 def test_killed_preprocessor_leaves_no_half_written_sample(plain):
     pipeline = SharedPipeline(**cropped(Pictures(40, CROP)))
     with serving(pipeline, chunk_bytes=1000) as agent:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from pipeline_datasets import GENERATORS
-from pipeline_harness import Agent, draw
+from pipeline_harness import draw, serving
 from torch.utils.data import Dataset
 
 from optuna_fleet import SharedPipeline
@@ -58,9 +56,9 @@ class Noisier(Images):
         return self.noise(super().__getitem__(index))
 
 
-def read(client: Any, epoch: int) -> dict[int, float]:
+def read(client: Any, name: str, epoch: int) -> dict[int, float]:
     found = {}
-    for batch in client.read("train", epoch=epoch, batch_size=5):
+    for batch in client.read(name, epoch=epoch, batch_size=5):
         indices, noise = batch.data
         found.update(
             zip(indices.tolist(), noise.reshape(len(noise), -1)[:, 0].tolist(), strict=True)
@@ -68,33 +66,36 @@ def read(client: Any, epoch: int) -> dict[int, float]:
     return found
 
 
-def read_by_processes(pipeline: SharedPipeline, **options: Any) -> list[dict[int, float]]:
-    agent = Agent(pipeline, chunk_bytes=64, **options)
-    try:
+def of_all(make: Any) -> dict[str, Any]:
+    """Something for each kind of generator, which it keeps."""
+    return {f"train_{kind}": make(new()) for kind, new in GENERATORS.items()}
+
+
+def read_by_processes(pipeline: SharedPipeline, number: int) -> dict[str, list[dict[int, float]]]:
+    """Three epochs of each data set, of which the last is the first again."""
+    with serving(pipeline, chunk_bytes=64, num_preprocessors=number) as agent:
         client = agent.client()
-        return [read(client, epoch) for epoch in (0, 1, 0)]
-    finally:
-        agent.close()
+        names = [dataset.name for dataset in pipeline.spec().datasets]
+        return {name: [read(client, name, epoch) for epoch in (0, 1, 0)] for name in names}
 
 
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_own_generators_are_seeded_for_each_sample(kind: str) -> None:
-    pipeline = SharedPipeline(train=Noisy(GENERATORS[kind]()), seed=5)
-    first, other, again = read_by_processes(pipeline, num_preprocessors=1)
-    assert first == again
-    assert set(first.values()).isdisjoint(other.values())
-    assert len(set(first.values())) == SIZE
-    assert read_by_processes(pipeline, num_preprocessors=3) == [first, other, first]
-    assert read(pipeline.inline(), 1) == other
+def test_own_generators_are_seeded_for_each_sample() -> None:
+    pipeline = SharedPipeline(**of_all(Noisy), seed=5)
+    found, inline = read_by_processes(pipeline, 1), pipeline.inline()
+    assert read_by_processes(pipeline, 3) == found
+    for name, (first, other, again) in found.items():
+        assert first == again
+        assert set(first.values()).isdisjoint(other.values())
+        assert len(set(first.values())) == SIZE
+        assert read(inline, name, 1) == other
 
 
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_own_generators_of_what_augments_are_seeded_too(kind: str) -> None:
-    parts = SharedPipeline(train=Images(), augment=Noise(GENERATORS[kind]()), seed=5)
-    whole = SharedPipeline(train=Noisier(GENERATORS[kind]()), seed=5)
-    wanted = read_by_processes(whole)
-    assert wanted[0] == wanted[2] != wanted[1]
-    assert read_by_processes(parts) == wanted
+def test_own_generators_of_what_augments_are_seeded_too() -> None:
+    noises = of_all(Noise)
+    parts = SharedPipeline(**dict.fromkeys(noises, Images()), augment=noises, seed=5)
+    whole = read_by_processes(SharedPipeline(**of_all(Noisier), seed=5), 2)
+    assert all(first == again != other for first, other, again in whole.values())
+    assert read_by_processes(parts, 2) == whole
 
 
 def test_two_generators_draw_unlike_numbers() -> None:
@@ -106,13 +107,3 @@ def test_two_generators_draw_unlike_numbers() -> None:
     pipeline = SharedPipeline(train=Two(generators), seed=5)
     (batch,) = pipeline.inline().read("train", epoch=0, batch_size=SIZE)
     assert len(set(batch.data[1].reshape(-1).tolist())) == 2 * SIZE
-
-
-def test_methods_of_a_generator_are_found_too() -> None:
-    class Drawing(Noisy):
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            return index, self.generator()
-
-    pipeline = SharedPipeline(train=Drawing(random.Random(3).random), seed=5)
-    first, _, again = read_by_processes(pipeline)
-    assert first == again

@@ -98,11 +98,6 @@ def test_data_sets_must_have_names():
         SharedPipeline([1])
 
 
-def test_data_set_that_can_not_be_pickled():
-    with pytest.raises(FleetConfigError, match="can't be pickled"):
-        SharedPipeline(train=[(i for i in range(3))]).payload()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -128,14 +123,6 @@ def client(agent) -> PipelineClient:
     return agent.client()
 
 
-def test_lengths(client):
-    assert client.spec.dataset("train").num_samples == 150
-    assert len(client.read("train", epoch=0, batch_size=40)) == 4
-    assert len(client.read("train", epoch=0, batch_size=40, drop_last=True)) == 3
-    assert len(client.read("train", epoch=0, batch_size=40, first_step=3)) == 1
-    assert len(client.read("train", epoch=0, batch_size=1000)) == 1
-
-
 def test_drop_last_and_first_step_leave_out_batches(client):
     everything = [b.data[1].tolist() for b in client.read("train", epoch=0, batch_size=40)]
     assert [len(batch) for batch in everything] == [40, 40, 40, 30]
@@ -144,13 +131,6 @@ def test_drop_last_and_first_step_leave_out_batches(client):
     rest = client.read("train", epoch=0, batch_size=40, first_step=2)
     assert [b.data[1].tolist() for b in rest] == everything[2:]
     assert not list(client.read("train", epoch=0, batch_size=40, first_step=4))
-
-
-def test_batches_can_be_iterated_again_and_at_once(client):
-    batches = client.read("val", epoch=7, batch_size=6)
-    pairs = [(a.data[1], b.data[1]) for a, b in zip(batches, batches, strict=True)]
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert torch.cat([a for a, _ in pairs]).tolist() == list(range(20))
 
 
 def test_collate_fn_and_ragged_samples():
@@ -167,7 +147,9 @@ def test_collate_fn_and_ragged_samples():
         assert [b.data.tolist() for b in client.read("plain", epoch=0, batch_size=1)] == [
             [[i] * (i % 3 + 1)] for i in range(20)
         ]
-        with pytest.raises(RuntimeError, match="equal size"):
+        with pytest.raises(
+            RuntimeError, match=r"equal size.*give SharedPipeline\(collate_fn=\.\.\.\)"
+        ):
             next(iter(client.read("plain", epoch=0, batch_size=2)))
 
 

@@ -79,42 +79,45 @@ class Curriculum(Sampler):
 SAMPLERS = {
     "weighted": lambda dataset: WeightedRandomSampler(WEIGHTS, 70),
     "random": lambda dataset: RandomSampler(dataset),
-    "with a generator": lambda dataset: RandomSampler(dataset, generator=torch.Generator()),
+    "with_generator": lambda dataset: RandomSampler(dataset, generator=torch.Generator()),
     "subset": lambda dataset: SubsetRandomSampler(range(5, 20)),
     "sequential": SequentialSampler,
-    "a list": lambda dataset: [3, 1, 1, 4],
-    "one with a state": lambda dataset: Shuffler(dataset, random.Random(3)),
-    "a curriculum": lambda dataset: Curriculum(),
+    "list": lambda dataset: [3, 1, 1, 4],
+    "state": lambda dataset: Shuffler(dataset, random.Random(3)),
+    "curriculum": lambda dataset: Curriculum(),
 }
-FIXED = {"sequential", "a list"}
+FIXED = {"sequential", "list"}
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_an_epoch_is_the_same_for_all_trials(name):
+def test_an_epoch_is_the_same_for_all_trials():
     dataset = Augmented(N)
-    sampler = SAMPLERS[name](dataset)
-    pipeline = SharedPipeline(train=dataset, sampler=sampler, seed=3)
+    samplers = {name: make(dataset) for name, make in SAMPLERS.items()}
+    given = {**dict.fromkeys(samplers, dataset), "shuffled": list(samplers), "sampler": samplers}
+    pipeline, others = (SharedPipeline(**given, seed=3) for _ in range(2))
+    alone, inline = others.inline(), pipeline.inline()
     with serving(pipeline, num_preprocessors=3, chunk_bytes=8000) as agent:
-        client = agent.client()
-        assert client.spec.dataset("train").num_samples == len(sampler)
-        assert len(client.read("train", epoch=0, batch_size=4)) == -(-len(sampler) // 4)
-        epochs = [labels(client, epoch) for epoch in range(3)]
-        # Whoever comes later, with another batch size, in the middle, or on several devices.
-        late = agent.client()
-        assert labels(late, 2, batch_size=16) == epochs[2]
-        assert labels(late, 0, batch_size=5, first_step=2) == epochs[0][10:]
-        shards = [labels(late, 1, batch_size=len(sampler), rank=r, world_size=3) for r in range(3)]
-        assert [sample for shard in shards for sample in shard] == epochs[1]
-    assert len({len(epoch) for epoch in epochs}) == 1
-    orders = [[index for index, *_ in epoch] for epoch in epochs]
-    assert (orders[0] == orders[1]) == (name in FIXED)
-    # Drawn or not, a sample is augmented anew each time it comes.
-    noise = [numbers for epoch in epochs for _, *numbers in epoch]
-    assert len({number for numbers in noise for number in numbers}) == 3 * len(noise)
-    # The sampler itself is left as it was, and other processes draw the same from it.
-    assert labels(pipeline.inline(), 2) == epochs[2]
-    assert labels(SharedPipeline(train=dataset, sampler=sampler, seed=3).inline(), 1) == epochs[1]
-    assert getattr(sampler, "num_epochs", 0) == 0
+        client, late = agent.client(), agent.client()
+        for name, sampler in samplers.items():
+            of_it = {"name": name}
+            assert client.spec.dataset(name).num_samples == len(sampler)
+            assert len(client.read(name, epoch=0, batch_size=4)) == -(-len(sampler) // 4)
+            epochs = [labels(client, epoch, **of_it) for epoch in range(3)]
+            # Whoever comes later, with another batch size, in the middle, or on several devices.
+            assert labels(late, 2, batch_size=16, **of_it) == epochs[2]
+            assert labels(late, 0, batch_size=5, first_step=2, **of_it) == epochs[0][10:]
+            size = {"batch_size": len(sampler), "world_size": 3}
+            shards = [labels(late, 1, rank=rank, **size, **of_it) for rank in range(3)]
+            assert [sample for shard in shards for sample in shard] == epochs[1]
+            assert len({len(epoch) for epoch in epochs}) == 1
+            orders = [[index for index, *_ in epoch] for epoch in epochs]
+            assert (orders[0] == orders[1]) == (name in FIXED)
+            # Drawn or not, a sample is augmented anew each time it comes.
+            noise = [numbers for epoch in epochs for _, *numbers in epoch]
+            assert len({number for numbers in noise for number in numbers}) == 3 * len(noise)
+            # The sampler itself is left as it was, and other processes draw the same from it.
+            assert labels(inline, 2, **of_it) == epochs[2]
+            assert labels(alone, 1, **of_it) == epochs[1]
+            assert getattr(sampler, "num_epochs", 0) == 0
 
 
 def test_samplers_draw_what_they_say():
@@ -271,11 +274,6 @@ def test_what_samplers_do_later_fails_those_who_read_it():
         assert indices(client, 3) == [0, 1, 2]
 
 
-def test_samplers_that_can_not_be_pickled_are_named():
-    with pytest.raises(FleetConfigError, match=r"sampler\['train'\]"):
-        SharedPipeline(train=[1], sampler=Liar(draw=(i for i in range(3)))).payload()
-
-
 # -- collate_fn -----------------------------------------------------------------------------------
 
 
@@ -294,33 +292,31 @@ def padded(samples):
     return {"tokens": longest, "lengths": torch.tensor(list(map(len, samples)))}
 
 
-@pytest.mark.parametrize("batch_size", [16, 400, 1000])
-def test_padded_batches_of_any_size_on_any_number_of_devices(batch_size):
+def test_padded_batches_of_any_size_on_any_number_of_devices():
     """Each share is padded to its own longest sample, and nothing else depends on the width."""
     pipeline = SharedPipeline(train=Sentences(), collate_fn=padded)
-    num_steps = -(-400 // batch_size)
-    wanted = []
     with serving(pipeline, memory_bytes=200_000, chunk_bytes=1000) as agent:
         client = agent.client()
-        for world_size in (1, 2, 3):
-            shards = [
-                list(
-                    client.read(
-                        "train", epoch=2, batch_size=batch_size, rank=r, world_size=world_size
-                    )
-                )
-                for r in range(world_size)
-            ]
-            for step in range(num_steps):
-                rows = []
-                for batch in (shard[step] for shard in shards):
-                    tokens, lengths = batch.data["tokens"], batch.data["lengths"]
-                    assert tokens.shape == (batch.local_size, max(lengths))
-                    assert (tokens == -1).sum() == (max(lengths) - lengths).sum()
-                    rows += [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-                if world_size == 1:
-                    wanted += rows
-                first = step * batch_size
-                assert rows == wanted[first : first + batch_size]
+
+        def read(batch_size, rank, world_size):
+            batches = client.read(
+                "train", epoch=2, batch_size=batch_size, rank=rank, world_size=world_size
+            )
+            found = []
+            for batch in batches:
+                tokens, lengths = batch.data["tokens"], batch.data["lengths"]
+                assert tokens.shape == (batch.local_size, max(lengths))
+                assert (tokens == -1).sum() == (max(lengths) - lengths).sum()
+                found.append([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
+            return found
+
+        wanted = [row for batch in read(16, 0, 1) for row in batch]
+        for batch_size in (16, 400, 1000):
+            for world_size in (1, 2, 3):
+                shards = [read(batch_size, rank, world_size) for rank in range(world_size)]
+                whole = [
+                    row for step in zip(*shards, strict=True) for part in step for row in part
+                ]
+                assert whole == wanted
         assert agent.stats().peak_bytes <= 200_000
     assert sorted(row[-1] for row in wanted) == [*range(400)]

@@ -1,88 +1,67 @@
-"""How the number of preprocessors and the measures follow what happens."""
+"""How the number of preprocessors follows what happens."""
 
 from __future__ import annotations
 
 import os
+import time
+from itertools import count
 from typing import Any
 
 from pipeline_datasets import Counted
-from yard import IDLE_S, epochs, small, yard
+from pipeline_harness import Agent, serving
+
+from optuna_fleet import SharedPipeline
+from tests.waiting import until
 
 
-def test_preprocessors_grow_in_number_while_readers_wait():
-    with yard(small(Counted(150)), is_adaptive=True) as here:
-        here.read(epochs(*range(6)))
-        here.starve(lambda number: 1.0 / number)
-        assert here.numbers[0] == 1
-        assert here.numbers[-1] == 4
-        use = here.server.stats().use
-    # Not quite always: of four preprocessors a later chunk's may be done first.
-    assert use.busy_share > 0.7
-    assert use.stalled_share > 0.9
-    assert use.queue_share < 0.5
-    assert 1.0 < use.num_preprocessors < 4.0
+class Slow(Counted):
+    """Sample i is (niceness of who made it, i), and takes a while."""
 
-
-def test_one_is_enough_where_trainers_are_slow():
-    with yard(small(Counted(150)), is_adaptive=True) as here:
-        here.read(epochs(*range(3)))
-        here.read(epochs(*range(3)))
-        here.feed(0.1)
-        assert max(here.numbers) == 1
-        use = here.server.stats().use
-    assert use.busy_share + use.blocked_share < 0.5
-    assert use.queue_share > 0.5
-
-
-def test_a_full_budget_is_told_from_full_windows():
-    # Room for a few chunks only; the reader needs the next one when it has given back the last.
-    with yard(small(Counted(150)), memory_bytes=20_000, is_adaptive=True) as here:
-        here.read(epochs(0, 1))
-        here.feed(1.0)
-        use = here.server.stats().use
-    assert use.blocked_share > 0.5
-
-
-def test_a_number_that_the_user_gave_is_kept():
-    with yard(small(Counted(150), num_preprocessors=3), limit=8, is_adaptive=True) as here:
-        here.read(epochs(*range(4)))
-        here.starve(lambda number: 1.0)
-        assert here.numbers[-1] == 3
-        here.now_s += 2 * IDLE_S
-        here.server.resume()
-        assert len(here.server.preprocessor_pids) == 3
-
-
-def test_idle_preprocessors_are_ended_and_come_back_with_the_work():
-    with yard(small(Counted(150)), is_adaptive=True) as here:
-        here.read(epochs(*range(5)))
-        here.starve(lambda number: 1.0 / number)
-        assert here.numbers[-1] == 4
-        here.now_s += IDLE_S
-        here.server.resume()
-        assert here.server.preprocessor_pids == ()
-        here.read(epochs(10))
-        here.feed(0.01)
-        assert len(here.server.preprocessor_pids) == 1
-        here.see_exits(4)
-        assert here.exits == [0] * 4
-        assert here.server.stats().num_lost == 0
-
-
-class Nice(Counted):
-    """Sample i is (niceness of who made it, i)."""
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
+    def __getitem__(self, index: int) -> tuple[int, int]:  # type: ignore[override]
+        time.sleep(0.01)
         return os.nice(0), index
 
 
-def test_preprocessors_are_nice():
-    wanted = os.nice(0) + 7
+def agent_of(dataset: Any, *, at_most: int = 4, idle_s: float = 1e6, **options: Any) -> Any:
+    pipeline = SharedPipeline(train=dataset, **options)
+    how = {"is_adaptive": True, "chunk_bytes": 700, "niceness": 7, "idle_s": idle_s}
+    return serving(pipeline, num_preprocessors=at_most, **how)
 
-    def read(client: Any) -> None:
-        (batch,) = client.read("train", epoch=0, batch_size=8)
-        assert batch.data[0].tolist() == [wanted] * 8
 
-    with yard(small(Nice(8)), niceness=7) as here:
-        here.read(read)
-        here.feed(0.0)
+def starve(agent: Agent, number: int) -> list[int]:
+    """Read, always waiting for data, until there are so many; return how many there were."""
+    client, seen = agent.client(), list[int]()
+    for epoch in count():
+        for batch in client.read("train", epoch=epoch, batch_size=7):
+            assert batch.data[0].tolist() == [os.nice(0) + 7] * batch.local_size
+            seen.append(len(agent.pids()))
+        if seen[-1] >= number:
+            return seen
+    raise AssertionError
+
+
+def test_preprocessors_grow_in_number_while_readers_wait() -> None:
+    with agent_of(Slow(150)) as agent:
+        numbers = starve(agent, 4)
+        use = agent.stats().use
+    assert numbers == sorted(numbers)
+    assert numbers[0] < 4
+    assert max(numbers) == 4
+    assert use.stalled_share > 0
+    assert 0 < use.busy_share <= 1
+    assert 1.0 < use.num_preprocessors < 4.0
+
+
+def test_a_number_that_the_user_gave_is_kept() -> None:
+    with agent_of(Slow(150), at_most=8, num_preprocessors=3, idle_s=0.0) as agent:
+        assert max(starve(agent, 3)) == 3
+        assert len(agent.pids()) == 3
+
+
+def test_idle_preprocessors_are_ended_and_come_back_with_the_work() -> None:
+    with agent_of(Slow(20), idle_s=0.0) as agent:
+        for epoch in range(2):
+            read = agent.client().read("train", epoch=epoch, batch_size=7)
+            assert sum(batch.local_size for batch in read) == 20
+            until(lambda: agent.pids() == ())  # each question wakes the agent up
+        assert agent.stats().num_lost == 0

@@ -53,7 +53,7 @@ def bits(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_configuration(seed, tmp_path):
     chance = random.Random(seed)
     kind = ("dense", "large", "ragged", "mixed", "images")[seed % 5]

@@ -48,8 +48,8 @@ def test_texts_count_where_chunks_are_cut() -> None:
     assert [text.split()[0] for text in batch.data["text"]] == ["0", "1", "2", "3"]
 
 
-def read(client: Any, epoch: int, batch_size: int) -> list[Any]:
-    batches = client.read("train", epoch=epoch, batch_size=batch_size)
+def read(client: Any, epoch: int, batch_size: int, name: str = "train") -> list[Any]:
+    batches = client.read(name, epoch=epoch, batch_size=batch_size)
     return [list(batch.data) for batch in batches]
 
 
@@ -61,32 +61,28 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert torch.equal(a.to_dense(), b.to_dense())
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-@pytest.mark.parametrize("part", [None, range(N - 1, 9, -2), [7, 7, 140, 3]])
-def test_rows_are_those_that_are_read_one_by_one(kind: str, part: Any) -> None:
-    dataset: Any = TensorDataset(*TENSORS[kind])
-    if part is not None:
-        dataset = Subset(Subset(dataset, range(N)), part)
-    options: dict[str, Any] = {} if kind != "sparse" else {"collate_fn": collate_sparse}
-    pipeline = SharedPipeline(train=dataset, seed=2, **options)
-    inline = pipeline.inline()
-    with serving(pipeline, chunk_bytes=300 if kind != "large" else 200_000) as agent:
-        client = agent.client()
-        for epoch, batch_size in ((0, 7), (1, 64), (0, 32)):
-            wanted = read(inline, epoch, batch_size)
-            assert_same(read(client, epoch, batch_size), wanted)
-            assert_same(wanted, read(alone(dataset, **options), epoch, batch_size))
-        assert agent.notices() == []
-
-
 def collate_sparse(samples: list[Any]) -> list[Any]:
     return [torch.stack([each[i].to_dense() for each in samples]) for i in range(2)]
 
 
-def alone(dataset: Any, **options: Any) -> Any:
-    """From a class that is not known."""
-    samples = [dataset[index] for index in range(len(dataset))]
-    return SharedPipeline(train=samples, seed=2, **options).inline()
+def test_rows_are_those_that_are_read_one_by_one() -> None:
+    data: dict[str, Any] = {}
+    for kind, tensors in TENSORS.items():
+        data[f"train_{kind}"] = whole = TensorDataset(*tensors)
+        for number, part in enumerate([range(N - 1, 9, -2), [7, 7, 140, 3]]):
+            data[f"train_{kind}_{number}"] = Subset(Subset(whole, range(N)), part)
+    samples = {name: [each[index] for index in range(len(each))] for name, each in data.items()}
+    options: Any = {"collate_fn": {name: collate_sparse for name in data if "sparse" in name}}
+    pipeline = SharedPipeline(**data, seed=2, **options)
+    inline, alone = pipeline.inline(), SharedPipeline(**samples, seed=2, **options).inline()
+    with serving(pipeline, chunk_bytes=3000) as agent:
+        client = agent.client()
+        for name in data:
+            for epoch, batch_size in ((0, 7), (1, 64), (0, 32)):
+                wanted = read(inline, epoch, batch_size, name)
+                assert_same(read(client, epoch, batch_size, name), wanted)
+                assert_same(wanted, read(alone, epoch, batch_size, name))
+        assert agent.notices() == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import resource
@@ -77,14 +76,6 @@ def test_the_same_bits_as_by_any_other_way(
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_passes_may_be_interleaved_and_left_early(running: SharedPipeline) -> None:
-    first = iter(running.batches("train", batch_size=10, epoch=0))
-    second = iter(running.batches("train", batch_size=4, epoch=1))
-    seen = [indices([next(first)]), indices([next(second)]), indices(first)]
-    second.close()
-    assert sorted(seen[0] + seen[2]) == list(range(SIZE))
-
-
 def read_in_spawned(rank: int, handle: PipelineHandle, folder: Path) -> None:
     with handle.connect() as reader:
         batches = reader.batches("train", batch_size=30, epoch=0, rank=rank, world_size=2)
@@ -100,17 +91,6 @@ def test_a_rank_that_torch_spawned_and_another(running: SharedPipeline, tmp_path
     whole = indices(running.batches("train", batch_size=30, epoch=0))
     assert shares[0][:15] + shares[1][:15] == whole[:30]
     assert sorted(shares[0] + shares[1]) == list(range(SIZE))
-
-
-def test_readers_of_own_batch_sizes_in_forks(running: SharedPipeline) -> None:
-    def read(batch_size: int) -> list[int]:
-        with running.handle().connect() as reader:
-            return indices(reader.batches("train", batch_size=batch_size, epoch=3))
-
-    forks = [Forked(lambda size=size: read(size)) for size in (3, 50, 128)]
-    first, *others = [fork.result() for fork in forks]
-    assert sorted(first) == list(range(SIZE))
-    assert others == [first, first]
 
 
 def test_a_fork_gets_a_reader_of_its_own(running: SharedPipeline) -> None:
@@ -148,16 +128,6 @@ def test_samples_are_made_under_the_settings_of_the_script() -> None:
         ((thirds, devices, errors),) = pipeline.batches("train", batch_size=2, epoch=0)
     assert thirds.tolist() == [1 / 3, 1 / 3]
     assert (list(devices), list(errors)) == (["cpu"] * 2, ["raise"] * 2)
-
-
-def test_stats_tell_what_was_shared() -> None:
-    with new_pipeline() as pipeline:
-        for _ in range(4):
-            indices(pipeline.batches("train", batch_size=32, epoch=0, continues=False))
-        stats = pipeline.stats()
-        assert (stats.preprocessed, stats.consumed) == (SIZE, 4 * SIZE)
-        assert stats.sharing_factor == 4
-        assert Forked(pipeline.stats).result() == stats
 
 
 # -- begin and end ----------------------------------------------------------------------------
@@ -213,16 +183,6 @@ def test_a_pipeline_that_can_not_start_leaves_nothing() -> None:
     with pytest.raises(FleetConfigError, match="can't be pickled"):
         pipeline.__enter__()
     assert holds_no_more_than(before)
-
-
-def test_two_pipelines_at_once(running: SharedPipeline) -> None:
-    with SharedPipeline(train=range(10), shuffled=[]) as other:
-        both = zip(
-            running.batches("train", batch_size=15, epoch=0),
-            other.batches("train", batch_size=1, epoch=0),
-            strict=True,
-        )
-        assert [int(number) for _, number in both] == list(range(10))
 
 
 def test_a_fork_that_leaves_the_block_ends_nothing() -> None:
@@ -324,31 +284,6 @@ def test_a_killed_server_is_reported_to_all_readers() -> None:
     assert holds_no_more_than(before)
     with pipeline:
         assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
-
-
-def test_readers_killed_in_mid_batch_cost_the_others_nothing() -> None:
-    ours, theirs = multiprocessing.Pipe()
-
-    def hang(handle: PipelineHandle) -> None:
-        batches = iter(handle.connect().batches("train", batch_size=40, epoch=0))
-        next(batches)
-        theirs.send(None)
-        signal.pause()
-
-    # Room for a third of an epoch: what the dead hold must be dropped, or the living are stuck.
-    with new_pipeline(memory_bytes=20_000) as pipeline:
-        for _ in range(3):
-            fork = Forked(lambda: hang(pipeline.handle()))
-            ours.recv()
-            fork.kill()
-        for epoch in range(2):
-            seen = indices(pipeline.batches("train", batch_size=8, epoch=epoch))
-            assert sorted(seen) == list(range(SIZE))
-        stats = pipeline.stats()
-        assert stats.num_dropped > 0
-        assert stats.resident_bytes <= 20_000
-    ours.close()
-    theirs.close()
 
 
 # -- misuse -----------------------------------------------------------------------------------

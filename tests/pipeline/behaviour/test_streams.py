@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -59,8 +58,10 @@ class Parts(Sized):
                 yield index, self.epoch, self.number, info.seed, noise
 
 
-def read(client: PipelineClient, epoch: int = 0, batch_size: int = 7, **more: Any) -> list[Any]:
-    batches = client.read("train", epoch=epoch, batch_size=batch_size, **more)
+def read(
+    client: PipelineClient, epoch: int = 0, batch_size: int = 7, name: str = "train", **more: Any
+) -> list[Any]:
+    batches = client.read(name, epoch=epoch, batch_size=batch_size, **more)
     return [batch.data for batch in batches]
 
 
@@ -82,16 +83,19 @@ def interleaved(n: int, shards: int) -> list[int]:
     return [part[turn] for turn in range(n) for part in parts if turn < len(part)]
 
 
-@pytest.mark.parametrize("kind", [Numbers, Sized])
-@pytest.mark.parametrize(("n", "shards"), [(N, 8), (N, 1), (3, 8), (N, 3)])
-def test_shards_are_read_in_turn(kind: type[Numbers], n: int, shards: int) -> None:
-    pipeline = SharedPipeline(train=kind(n), shards=shards)
+@pytest.mark.parametrize("shards", [8, 3, 1])
+def test_shards_are_read_in_turn(shards: int) -> None:
+    data = {"train": Numbers(), "train_sized": Sized(), "train_few": Numbers(3)}
+    pipeline = SharedPipeline(**data, shards=shards)
+    inline = pipeline.inline()
     with serving(pipeline) as agent:
-        batches = read(agent.client())
-    assert numbers(batches) == interleaved(n, shards)
-    assert [len(batch) for batch in batches] == [7] * (n // 7) + [n % 7]
-    assert numbers(read(pipeline.inline())) == interleaved(n, shards)
-    assert pipeline.spec().dataset("train").num_samples == n
+        client = agent.client()
+        for name, stream in data.items():
+            batches = read(client, name=name)
+            assert numbers(batches) == interleaved(stream.n, shards)
+            assert [len(batch) for batch in batches] == [7] * (stream.n // 7) + [stream.n % 7]
+            assert numbers(read(inline, name=name)) == interleaved(stream.n, shards)
+            assert pipeline.spec().dataset(name).num_samples == stream.n
 
 
 def test_samples_come_as_from_the_workers_of_a_loader() -> None:
@@ -238,11 +242,6 @@ def test_what_can_not_work(arguments: dict[str, Any], message: str) -> None:
         SharedPipeline(**arguments)
 
 
-def test_a_stream_without_a_length_that_is_empty() -> None:
-    with pytest.raises(FleetConfigError, match="'train' is empty"):
-        SharedPipeline(train=Numbers(0)).packed()
-
-
 def test_counting_leaves_the_users_process_as_it_was() -> None:
     class Drawing(Numbers):
         passes = 0
@@ -268,30 +267,6 @@ def test_of_a_loader() -> None:
     pipeline = SharedPipeline.from_dataloader(**loaders)
     assert [each.shuffled for each in pipeline.spec().datasets] == [True, False]
     assert numbers(read(pipeline.inline())) == interleaved(N, 8)
-
-
-class Lines(IterableDataset[str]):
-    """Opens its files when it is read, as most do."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-
-    def __iter__(self) -> Iterator[str]:
-        info = get_worker_info()
-        assert info is not None
-        for path in self.paths[info.id :: info.num_workers]:
-            with open(path) as file:
-                yield from file
-
-
-def test_files_of_unlike_length(tmp_path: Path) -> None:
-    paths = [tmp_path / str(number) for number in range(3)]
-    for number, path in enumerate(paths):
-        path.write_text("".join(f"{number}.{line}\n" for line in range(4 * number)))
-    with serving(SharedPipeline(train=Lines(paths), shards=2)) as agent:
-        found = [line.strip() for batch in read(agent.client()) for line in batch]
-    assert found[:5] == ["2.0", "1.0", "2.1", "1.1", "2.2"]
-    assert len(found) == 12
 
 
 def test_one_node_reads_a_stream_for_all() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.limits import (
     available_bytes,
     cgroup_headrooms,
@@ -79,11 +78,6 @@ def test_a_machine_without_control_groups(groups: Groups) -> None:
     assert groups.headrooms() == groups.headrooms("0::/job", "4:memory:/") == []
     assert cgroup_headrooms(groups.root, groups.root / "none") == []
     assert available_bytes() > 0
-
-
-def test_the_default_is_never_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 0)
-    assert limits.budget(None, None) == limits.LEAST_MEMORY_BYTES
 
 
 @pytest.mark.parametrize(

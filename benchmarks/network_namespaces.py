@@ -1,4 +1,4 @@
-"""Network namespaces joined by a switch (a bridge and veth pairs), for tests and benchmarks."""
+"""Network namespaces joined by a switch (a bridge and veth pairs), for benchmarks."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Switch:
 
     @staticmethod
     def address(node: int) -> str:
+        """That of a node."""
         return f"10.77.0.{node + 1}"
 
     def at(self, node: int, action: Callable[[], Any]) -> Any:
@@ -58,6 +59,7 @@ class Switch:
         _run(f"ip link set h{node} down")
 
     def close(self) -> None:
+        """End all of it."""
         for fd in (self._gate, self._connections, *self._nodes):
             os.close(fd)
         os.waitpid(self._retention, 0)

@@ -110,14 +110,6 @@ def test_a_lost_node_is_given_back_unless_its_pilot_begins_anew() -> None:
     assert pilots.to_cancel(2.0) == ["1"]
 
 
-def test_a_pilot_that_is_held_is_replaced() -> None:
-    pilots = pilots_of(most=1)
-    pilots.see([waiting("1", "launch failed requeued held")], 0.0)
-    assert pilots.to_cancel(0.0) == ["1"]
-    pilots.dropped.update(["1"])
-    assert pilots.missing(0.0) == 1
-
-
 def test_submissions_that_fail_are_tried_later_and_later() -> None:
     pilots = pilots_of()
     pilots.refused(100.0)
@@ -132,15 +124,6 @@ def test_pilots_that_end_at_once_time_and_again_are_hopeless() -> None:
         assert not pilots.are_hopeless
         pilots.see([ended(str(number), "FAILED")], 1000.0 * number)
     assert pilots.are_hopeless
-
-
-def test_one_that_lasts_shows_that_there_is_hope() -> None:
-    pilots = pilots_of()
-    pilots.see([running("0")], 0.0)
-    for number in range(1, 9):
-        pilots.see([running("0"), ended(str(number), "FAILED")], 100.0 * number)
-    assert not pilots.are_hopeless
-    assert pilots.missing(900.0) == 3
 
 
 states = st.sampled_from(["PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "FAILED", "TIMEOUT"])
