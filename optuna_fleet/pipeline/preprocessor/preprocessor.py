@@ -120,7 +120,7 @@ class _Producer:
         self.told_s = time.monotonic()
         key = ChunkKey(order.name, 0, 0)
         nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, is_repeatable, are_rows, is_bare = 0, True, False, False
+        header_bytes, is_repeatable, are_rows = 0, True, False
         has_failed = True
         self.samples.begin()
         try:
@@ -131,7 +131,6 @@ class _Producer:
             nbytes, is_whole = self._largest(self.kept, chunk.sample_bytes)
             is_repeatable = self.samples.is_repeatable(key, first)
             are_rows = self.samples.rows(key, range(1)) is not None
-            is_bare = self.samples.is_bare(order.name)
             has_failed = not is_whole
         except Exception:
             pass  # The size is a guess then; if need be, the order for the chunk tells the error.
@@ -143,7 +142,6 @@ class _Producer:
                 header_bytes=header_bytes,
                 is_repeatable=is_repeatable,
                 are_rows=are_rows,
-                is_bare=is_bare,
                 has_failed=has_failed,
             ),
         )

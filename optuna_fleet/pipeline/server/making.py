@@ -341,7 +341,6 @@ class Making:
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
             are_rows=message.are_rows,
-            is_bare=message.is_bare,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
