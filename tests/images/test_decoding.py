@@ -107,27 +107,6 @@ def test_unusual_images_come_out_as_from_pil(name):
     assert torch.equal(read_image(data), by_pil(data))
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 64), (101, 65), (103, 71), (57, 107)])
-@pytest.mark.parametrize("min_side", [1, 8, 9, 33, 40, 64, 65, 1000])
-def test_min_side(decoder, width, height, min_side):
-    data = encoded(photograph(width, height))
-    eighths = range(1, 9) if decoder == "simplejpeg" else (1, 2, 4, 8)
-    sizes = [(-(-height * k // 8), -(-width * k // 8)) for k in eighths]
-    wanted = next((size for size in sizes if min(size) >= min_side), (height, width))
-    image = read_image(data, min_side=min_side)
-    assert tuple(image.shape[1:]) == wanted
-    assert torch.equal(image, read_image(data, min_side=min_side))
-    if wanted != (height, width):
-        small = photograph(width, height).resize(wanted[::-1], Image.Resampling.BOX)
-        wanted_pixels = np.array(small).transpose(2, 0, 1).ravel()
-        assert np.corrcoef(image.reshape(-1), wanted_pixels)[0, 1] > 0.7  # the same, only smaller
-
-
-def test_min_side_leaves_other_formats_alone():
-    data = encoded(photograph(), "PNG")
-    assert torch.equal(read_image(data, min_side=8), by_pil(data))
-
-
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"Not an image."])
 def test_no_image_at_all(content, tmp_path):
@@ -195,7 +174,7 @@ def test_same_pixels_in_another_process(nursery, tmp_path):
     code = (
         "import sys, hashlib, torch; from optuna_fleet import read_image, RandomResizedCrop;"
         "torch.manual_seed(3); crop = RandomResizedCrop(32)(sys.argv[1]);"
-        "image = read_image(sys.argv[1], min_side=150);"
+        "image = read_image(sys.argv[1]);"
         "print(hashlib.sha256(image.numpy().tobytes() + crop.numpy().tobytes()).hexdigest())"
     )
     path = str(tmp_path / "image.jpg")
@@ -203,7 +182,7 @@ def test_same_pixels_in_another_process(nursery, tmp_path):
     run = nursery.run(tmp_path / "script.py", path)
     torch.manual_seed(3)
     crop = RandomResizedCrop(32)(path)
-    pixels = read_image(path, min_side=150).numpy().tobytes() + crop.numpy().tobytes()
+    pixels = read_image(path).numpy().tobytes() + crop.numpy().tobytes()
     assert run.stdout.strip() == hashlib.sha256(pixels).hexdigest()
 
 
