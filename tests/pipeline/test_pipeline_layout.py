@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 
 from optuna_fleet.pipeline.chunks import pickling
@@ -251,12 +252,20 @@ def test_object_of_main_beside_arrays():
     assert bits([ones, array, got.x]) == bits([sample[0], sample[1], item.x])
 
 
-@pytest.mark.parametrize("length", [1, 40_000])
-def test_large_texts_are_not_remembered(length):
-    chunk = view(["x" * length, "y" * length])
-    again = ChunkView(chunk.chunk)
-    assert again.header == chunk.header
-    assert (again.header is chunk.header) == (length == 1)
+class Name(str):
+    pass
+
+
+@pytest.mark.parametrize("by_whom", ["all", "readers"])
+@pytest.mark.parametrize("kind", [str, Name, torch.Tensor, tv_tensors.Image])
+def test_what_is_registered_with_default_collate_holds(kind, by_whom, monkeypatch):
+    samples = [(torch.ones(3), Name(i), "x", tv_tensors.Image(torch.ones(1, 2, 2))) for i in "abc"]
+    if by_whom == "readers":  # then preprocessors make tensors of tensors of any class
+        samples = [sample[:3] for sample in samples]
+    chunk = view(samples) if by_whom == "readers" else None
+    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, **_: (len(batch), batch[0]))
+    got = cut_batch([(chunk or view(samples), 0, 3)], None)
+    assert bits(got) == bits(default_collate(samples))
 
 
 def test_ragged_samples_come_one_by_one():
