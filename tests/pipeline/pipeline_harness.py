@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _GONE = pickle.dumps(("", None))
+_TICK_S = 0.5
 _PATIENCE_S = 240.0  # an agent that takes longer for an answer hangs
 
 
@@ -186,7 +187,7 @@ class _Loop:
     def run(self) -> None:
         while self.running:
             # Orders come last: they are answered after all that was sent before them.
-            for key, mask in sorted(self.selector.select(), key=self.is_order):
+            for key, mask in sorted(self.selector.select(_TICK_S), key=self.is_order):
                 key.data(mask)
             self.server.resume()
 
