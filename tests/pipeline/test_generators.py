@@ -6,8 +6,9 @@ import random
 
 import numpy as np
 from pipeline_datasets import GENERATORS
+from pipeline_harness import draw
 
-from optuna_fleet.pipeline.preprocessor.order import draw, is_generator, seed_generator
+from optuna_fleet.pipeline.preprocessor.order import is_generator, seed_generator
 
 
 def test_what_can_be_seeded() -> None:
