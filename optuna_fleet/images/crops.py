@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.arguments import check_number, check_that
-from optuna_fleet.images.decoding import Source, at_scale, content, decode, full_size
+from optuna_fleet.images.decoding import read_image
 
 try:
     from optuna_fleet.images import _resample
@@ -27,19 +27,17 @@ class RandomResizedCrop:
     """``v2.RandomResizedCrop`` (bilinear, antialiased) and ``v2.RandomHorizontalFlip`` in one.
 
     The same crops as torchvision's for the same state of torch's generator, which it leaves in the
-    same state; and the same pixels, unless an image was decoded at a smaller scale. A uint8 RGB
-    tensor [3, height, width] whose channels come last in memory, as `read_image` gives it, takes
-    a third of the time: crop, resize, flip and the change to channels first are one compiled step
-    (where the package was installed with a C compiler, on x86 processors with AVX2). Other tensors
-    and PIL images go through torchvision, to the same result.
+    same state; and the same pixels. A uint8 RGB tensor [3, height, width] whose channels come last
+    in memory, as `read_image` gives it, takes a third of the time: crop, resize, flip and the
+    change to channels first are one compiled step (where the package was installed with a C
+    compiler, on x86 processors with AVX2). Other tensors and PIL images go through torchvision, to
+    the same result.
 
     Args:
         size: Height and width of the output, or one number for both.
         scale: Range of the crop's share of the image's area.
         ratio: Range of the crop's width / height.
         flip: Probability of a horizontal flip. Of 0, nothing is drawn for it.
-        scaled_decoding: Where it is given a file: an encoded JPEG whose crop is at least twice the
-            size of the output is decoded at a smaller scale, and pixels differ a little.
     """
 
     def __init__(
@@ -49,14 +47,12 @@ class RandomResizedCrop:
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         *,
         flip: float = 0.0,
-        scaled_decoding: bool = True,
     ) -> None:
         check_number("flip", flip, least=0, most=1)
         self.size = _pair(size)
         self.scale = _range("scale", scale)
         self.ratio = _range("ratio", ratio)
         self.flip = float(flip)
-        self.scaled_decoding = scaled_decoding
         # In single precision, as torchvision has them.
         low, high = torch.log(torch.tensor(self.ratio, device="cpu")).tolist()
         self._log_ratio: tuple[float, float] = (low, high)
@@ -72,7 +68,7 @@ class RandomResizedCrop:
             file a uint8 tensor [3, height, width].
         """
         if isinstance(image, (str, os.PathLike, bytes)):
-            return self._of_file(image)
+            image = read_image(image)
         if isinstance(image, torch.Tensor):
             height, width = image.shape[-2:]
         else:
@@ -107,25 +103,6 @@ class RandomResizedCrop:
             w = round(height * max(self.ratio))
         return (height - h) // 2, (width - w) // 2, h, w
 
-    def _of_file(self, source: Source) -> Any:
-        data, name = content(source)
-        height, width = full_size(data, name)
-        box, mirrored = self.draw(height, width), self._draw_flip()
-        eighths = self._eighths(box) if self.scaled_decoding else 8
-        min_size = at_scale(eighths, height), at_scale(eighths, width)
-        image = decode(data, name, min_size=min_size)
-        box = _scaled(box, (height, width), image.shape[-2:])
-        return self._resized(image, box, mirrored=mirrored)
-
-    def _eighths(self, box: Box) -> int:
-        """The scale that makes decoding and resizing cheapest, in eighths.
-
-        Measured: 5/8 to 7/8 take as long to decode as 8/8 or longer, and 3/8 as long as 4/8.
-        """
-        _, _, h, w = box
-        fits = (k for k in (1, 2, 4) if h * k >= 8 * self.size[0] and w * k >= 8 * self.size[1])
-        return next(fits, 8)
-
     def _resized(self, image: Any, box: Box, *, mirrored: bool) -> Any:
         if _resample is not None and _is_usual(image):
             out = torch.empty((3, *self.size), dtype=torch.uint8, device="cpu")
@@ -155,18 +132,6 @@ def _is_usual(image: Any) -> bool:
             return False
     is_rgb = image.dtype is torch.uint8 and image.ndim == 3 and image.shape[0] == 3
     return bool(is_rgb and image.is_cpu and image.layout is torch.strided)
-
-
-def _scaled(box: Box, full: Sequence[int], actual: Sequence[int]) -> Box:
-    """The box on an image decoded smaller, to the nearest pixel."""
-    top, left, h, w = box
-    (y, bottom), (x, right) = (
-        (round(begin * now / was), round(end * now / was))
-        for begin, end, was, now in zip(
-            (top, left), (top + h, left + w), full, actual, strict=True
-        )
-    )
-    return y, x, bottom - y, right - x
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:

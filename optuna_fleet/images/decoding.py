@@ -11,7 +11,6 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -19,13 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Pixels = NDArray[np.uint8]
-Source = str | os.PathLike[str] | bytes
-
-JPEG = b"\xff\xd8\xff"
+_JPEG = b"\xff\xd8\xff"
 
 
-def read_image(source: Source, *, min_side: int | None = None) -> torch.Tensor:
+def read_image(source: str | os.PathLike[str] | bytes) -> torch.Tensor:
     """Returns an image as uint8 RGB [3, height, width], laid out in memory with channels last.
 
     Usable as ``ImageFolder(root, loader=read_image)``. The orientation in a file's EXIF data is
@@ -34,54 +30,32 @@ def read_image(source: Source, *, min_side: int | None = None) -> torch.Tensor:
 
     Args:
         source: Path, or the content of a file.
-        min_side: For JPEG: decode at the smallest scale of 1/8, 2/8, ... 8/8 whose shorter side is
-            at least this (of 1/8, 1/4, 1/2, 1 without simplejpeg). An image that is smaller from
-            the start, or of another format, comes out at its own size.
 
     Raises:
         ValueError: No decoder can make an image of the content: truncated, corrupt or no image.
         OSError: The file can't be read.
     """
-    data, name = content(source)
-    return decode(data, name, min_size=(min_side or 0, min_side or 0))
-
-
-# -- decoding -------------------------------------------------------------------------------------
-
-
-def content(source: Source) -> tuple[bytes, str]:
-    """The bytes of an image, and what to call it in an error."""
     if isinstance(source, bytes):
-        return source, f"An image of {len(source)} bytes"
-    with open(source, "rb") as file:
-        return file.read(), f"Image {os.fspath(source)!r}"
-
-
-def decode(data: bytes, name: str, *, min_size: tuple[int, int]) -> torch.Tensor:
-    """The image, at its own size or at the smallest scale that gives ``min_size``."""
+        data, name = source, f"An image of {len(source)} bytes"
+    else:
+        with open(source, "rb") as file:
+            data, name = file.read(), f"Image {os.fspath(source)!r}"
     pixels = None
-    if data.startswith(JPEG):
+    if data.startswith(_JPEG):
         # Pillow has the last word: it reads some that simplejpeg finds corrupt.
         with contextlib.suppress(ValueError):
-            pixels = _by_simplejpeg(data, min_size)
+            pixels = _by_simplejpeg(data)
     if pixels is None:
-        with _clear_errors(name):
-            pixels = _by_pillow(data, min_size)
+        try:
+            pixels = _by_pillow(data)
+        except MemoryError:
+            raise
+        except Exception as error:  # any of the many things that Pillow raises
+            raise ValueError(
+                f"{name} can't be decoded: {error}. It is truncated, corrupt or no image; "
+                "repair it, or leave it out of the data set."
+            ) from error
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-@contextlib.contextmanager
-def _clear_errors(name: str) -> Iterator[None]:
-    """Any of the many things that Pillow raises becomes one."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{name} can't be decoded: {error}. It is truncated, corrupt or no image; "
-            "repair it, or leave it out of the data set."
-        ) from error
 
 
 @cache
@@ -93,49 +67,22 @@ def _simplejpeg() -> Any:
     return simplejpeg
 
 
-def _by_simplejpeg(data: bytes, min_size: tuple[int, int]) -> Pixels | None:
+def _by_simplejpeg(data: bytes) -> NDArray[np.uint8] | None:
+    import PIL.Image
+
     library = _simplejpeg()
     if library is None:
         return None
     height, width, colours, _ = library.decode_jpeg_header(data)
-    if colours not in ("YCbCr", "RGB", "Gray") or height * width > _max_pixels():
+    limit = PIL.Image.MAX_IMAGE_PIXELS  # beyond twice as many Pillow sees an attack, and raises
+    if colours not in ("YCbCr", "RGB", "Gray") or height * width > 2 * (limit or math.inf):
         return None
-    pixels: Pixels = library.decode_jpeg(data, min_height=min_size[0], min_width=min_size[1])
+    pixels: NDArray[np.uint8] = library.decode_jpeg(data)
     return pixels
 
 
-def _by_pillow(data: bytes, min_size: tuple[int, int]) -> Pixels:
+def _by_pillow(data: bytes) -> NDArray[np.uint8]:
     import PIL.Image
 
     with PIL.Image.open(io.BytesIO(data)) as image:
-        if min_size > (0, 0) and image.format == "JPEG":
-            sides = list(zip((image.height, image.width), min_size, strict=True))
-            fits = (k for k in (1, 2, 4) if all(at_scale(k, n) >= least for n, least in sides))
-            eighths = next(fits, 8)
-            image.draft(None, (image.width * eighths // 8 or 1, image.height * eighths // 8 or 1))
         return np.array(image if image.mode == "RGB" else image.convert("RGB"))
-
-
-def at_scale(eighths: int, side: int) -> int:
-    """Pixels of a side, decoded at a scale; rounded up."""
-    return -(-side * eighths // 8)
-
-
-def full_size(data: bytes, name: str) -> tuple[int, int]:
-    """Height and width of the full image."""
-    import PIL.Image
-
-    if data.startswith(JPEG) and _simplejpeg() is not None:
-        with contextlib.suppress(ValueError):
-            height, width, _, _ = _simplejpeg().decode_jpeg_header(data)
-            return height, width
-    with _clear_errors(name), PIL.Image.open(io.BytesIO(data)) as image:
-        return image.height, image.width
-
-
-def _max_pixels() -> float:
-    """Beyond this many pixels Pillow sees an attack, and raises."""
-    import PIL.Image
-
-    limit = PIL.Image.MAX_IMAGE_PIXELS
-    return math.inf if limit is None else 2 * limit

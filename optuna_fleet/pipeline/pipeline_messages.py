@@ -158,7 +158,6 @@ class SampleMeasured:
         header_bytes: Bytes a chunk takes beyond its samples.
         is_repeatable: The first sample was the same when it was made again.
         are_rows: Samples are rows of tensors.
-        is_bare: Samples are what the data set gives: no function is called for each.
         has_failed: A sample could not be had, so that other nodes may find another size.
     """
 
@@ -167,7 +166,6 @@ class SampleMeasured:
     header_bytes: int
     is_repeatable: bool = True
     are_rows: bool = False
-    is_bare: bool = False
     has_failed: bool = False
 
 

@@ -17,9 +17,6 @@ MIN_CHUNK_SAMPLES = 8
 MAX_CHUNK_SAMPLES = 256
 """No chunk has more: whoever waits for the first of them waits for all."""
 
-MAX_CHUNK_TOGETHER = 2048
-"""The same where many samples are read at once, and nothing is done to each of them."""
-
 MAX_CHUNK_ROWS = 8192
 """The same for rows of tensors, which are there at once."""
 
@@ -130,7 +127,6 @@ def choose_chunk_size(
     sample_bytes: int,
     chunk_bytes: int,
     are_rows: bool = False,
-    is_bare: bool = False,
 ) -> int:
     """Returns how many samples a chunk of this data set holds; arguments as in `SampleMeasured`.
 
@@ -139,10 +135,9 @@ def choose_chunk_size(
     changes what a batch contains.
     """
     least = TOGETHER if dataset.batched else MIN_CHUNK_SAMPLES
-    most = MAX_CHUNK_TOGETHER if dataset.batched and is_bare else MAX_CHUNK_SAMPLES
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(least, dataset.num_samples // MIN_CHUNKS_PER_EPOCH)
-    size = min(by_bytes, by_count, MAX_CHUNK_ROWS if are_rows else most)
+    size = min(by_bytes, by_count, MAX_CHUNK_ROWS if are_rows else MAX_CHUNK_SAMPLES)
     return min(dataset.num_samples, 1 << (size.bit_length() - 1))
 
 

@@ -103,22 +103,6 @@ def test_unusual_images_come_out_as_from_pil(name):
     assert torch.equal(read_image(data), by_pil(data))
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 64), (101, 65), (103, 71), (57, 107)])
-@pytest.mark.parametrize("min_side", [1, 8, 9, 33, 40, 64, 65, 1000])
-def test_min_side(decoder, width, height, min_side):
-    data = encoded(photograph(width, height))
-    eighths = range(1, 9) if decoder == "simplejpeg" else (1, 2, 4, 8)
-    sizes = [(-(-height * k // 8), -(-width * k // 8)) for k in eighths]
-    wanted = next((size for size in sizes if min(size) >= min_side), (height, width))
-    image = read_image(data, min_side=min_side)
-    assert tuple(image.shape[1:]) == wanted
-    assert torch.equal(image, read_image(data, min_side=min_side))
-    if wanted != (height, width):
-        small = photograph(width, height).resize(wanted[::-1], Image.Resampling.BOX)
-        wanted_pixels = np.array(small).transpose(2, 0, 1).ravel()
-        assert np.corrcoef(image.reshape(-1), wanted_pixels)[0, 1] > 0.7  # the same, only smaller
-
-
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"Not an image."])
 def test_no_image_at_all(content, tmp_path):

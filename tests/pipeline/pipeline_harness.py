@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange import Peers, Plan
 from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.preprocessor.order import draw, permutation
+from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.read_plan import shard
 from optuna_fleet.pipeline.server import workers
@@ -48,7 +49,16 @@ __all__ = [
 ]
 
 _GONE = pickle.dumps(("", None))
+_TICK_S = 0.5
 _PATIENCE_S = 240.0  # an agent that takes longer for an answer hangs
+
+
+def draw(generator: Any) -> float:
+    """Draws a number from a generator of any kind."""
+    if isinstance(generator, torch.Generator):
+        return float(torch.rand((), generator=generator))
+    is_old = isinstance(generator, np.random.RandomState)
+    return float(generator.random_sample() if is_old else generator.random())
 
 
 class Agent:
@@ -192,7 +202,7 @@ class _Loop:
     def run(self) -> None:
         while self.running:
             # Orders come last: they are answered after all that was sent before them.
-            for key, mask in sorted(self.selector.select(), key=self.is_order):
+            for key, mask in sorted(self.selector.select(_TICK_S), key=self.is_order):
                 key.data(mask)
             self.server.resume()
 

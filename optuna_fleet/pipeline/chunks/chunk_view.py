@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,23 +20,8 @@ from optuna_fleet.pipeline.chunks.layout import (
     Named,
     Texts,
     chunk_in_memory,
+    collates_as_torch,
 )
-
-_MOST_KNOWN_BYTES = 16 << 10
-"""Of a header that is remembered: large ones have texts in them, which no budget counts."""
-
-
-def _header(packed: memoryview) -> Header:
-    small = packed.nbytes <= _MOST_KNOWN_BYTES
-    header: Header = _known_header(packed.tobytes()) if small else pickle.loads(packed)
-    return header
-
-
-@lru_cache(maxsize=16)
-def _known_header(packed: bytes) -> Header:
-    """Most chunks of a data set have the same."""
-    header: Header = pickle.loads(packed)
-    return header
 
 
 class ChunkView:
@@ -51,7 +35,7 @@ class ChunkView:
         self._chunk: Bytes | None = chunk
         self._found = weakref.ref(chunk)
         begin, length = HEAD.unpack_from(chunk.data)
-        self.header = _header(chunk.data[begin : begin + length])
+        self.header: Header = pickle.loads(chunk.data[begin : begin + length])
         self._rows: dict[int, torch.Tensor] = {}
         self._nbytes = begin + length
 
@@ -127,7 +111,8 @@ def cut_batch(
     is a copy where that is wanted.
     """
     batches = [chunk.header.batch for chunk, _, _ in parts]
-    if collate is None and batches[0] is not None and batches.count(batches[0]) == len(batches):
+    are_alike = batches[0] is not None and batches.count(batches[0]) == len(batches)
+    if collate is None and are_alike and collates_as_torch():
         return _cut(parts, batches, copies)
     samples = [sample for chunk, start, stop in parts for sample in chunk.samples(start, stop)]
     return _collated(samples, collate)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torchs
 
 from optuna_fleet.pipeline.chunks.pickling import dumps, dumps_outside
 
@@ -91,6 +92,12 @@ class Header:
     blobs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
+def collates_as_torch() -> bool:
+    """Returns whether all of torch's ``default_collate_fn_map`` is as torch has made it."""
+    makers = {getattr(each, "__module__", "") for each in torchs.default_collate_fn_map.values()}
+    return makers == {torchs.__name__}
+
+
 class _UnlikeError(Exception):
     """Samples can't be put together."""
 
@@ -117,7 +124,7 @@ class Chunk:
             ValueError: One has an array that torch makes no tensor of, as it is reversed.
             Exception: One can't be pickled.
         """
-        if not collated_by_user:
+        if collates_as_torch() and not collated_by_user:
             chunk = cls(len(samples))
             with suppress(_UnlikeError):
                 return chunk._finished(Header(len(samples), chunk._together(samples)))
@@ -132,6 +139,8 @@ class Chunk:
         """
         chunk = cls(len(rows[0]))
         with suppress(_UnlikeError):
+            if not collates_as_torch():
+                raise _UnlikeError
             batch = [chunk._tensors(torch.Tensor, [each[0]], each) for each in rows]
             return chunk._finished(Header(len(rows[0]), batch))
         return None

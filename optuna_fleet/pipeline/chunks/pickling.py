@@ -40,12 +40,6 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def is_picture(value: Any) -> bool:
-    """Returns whether the value is a PIL image; imports nothing."""
-    images = sys.modules.get("PIL.Image")
-    return images is not None and isinstance(value, images.Image)
-
-
 def is_view_of_bytes(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is no more than its place in a piece of this machine's memory."""
     return _is_usual(tensor) and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
@@ -82,11 +76,7 @@ class _Pickler(pickle.Pickler):
             # A trainer may write into its own, whatever the original allows.
             array = np.ascontiguousarray(obj) if obj.flags.writeable else obj.copy()
             return np.ndarray, (obj.shape, obj.dtype, _outside(array))
-        if is_picture(obj):
-            is_plain = type(obj) is sys.modules["PIL.Image"].Image and 0 not in obj.size
-            if is_plain and obj.mode in ("L", "RGB"):
-                return _picture, (np.array(obj), obj.info)
-        elif _is_tv_tensor(obj):
+        if _is_tv_tensor(obj):
             return _tv_tensor, (obj.as_subclass(torch.Tensor), type(obj))
         return NotImplemented
 
@@ -142,11 +132,3 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tv_tensor(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     return tensor.as_subclass(kind)
-
-
-def _picture(pixels: np.ndarray[Any, Any], info: dict[Any, Any]) -> Any:
-    import PIL.Image  # this process may not have met any yet
-
-    picture = PIL.Image.fromarray(pixels)
-    picture.info = dict(info)
-    return picture

@@ -1,4 +1,4 @@
-"""Samples compared to the last bit, images included."""
+"""Samples compared to the last bit."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from optuna_fleet.pipeline.chunks.pickling import dumps_outside, is_picture
+from optuna_fleet.pipeline.chunks.pickling import dumps_outside
 
 
 def same(left: Any, right: Any) -> bool:
     """Whether two samples are of the same structure, types and bits.
 
-    Objects that are no tensors, arrays, images or numbers must be equal by ``==``.
+    Objects that are no tensors, arrays or numbers must be equal by ``==``.
     """
-    if is_picture(left) and is_picture(right):
-        return bool(
-            (left.mode, left.size) == (right.mode, right.size)
-            and left.getpalette() == right.getpalette()
-            and left.tobytes() == right.tobytes()
-        )
     if type(left) is not type(right):
         return False
     if type(left) is dict:

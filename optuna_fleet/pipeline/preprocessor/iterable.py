@@ -57,25 +57,18 @@ class Stream:
         self._num_samples = num_samples
         self._at_work = at_work
         self._passes: list[_Pass] = []  # that was read last comes last
-        self._wanted = 0, 0
 
     @cached_property
     def _packed(self) -> bytes:
         return packing.pack(self._dataset)
 
-    def at(self, epoch: int, position: int | None) -> None:
-        """Tells which sample is asked for next."""
-        assert position is not None
-        self._wanted = epoch, position
-
-    def __getitem__(self, index: int) -> Any:
-        """Returns the sample.
+    def sample(self, epoch: int, position: int) -> Any:
+        """Returns the sample at a position of an epoch.
 
         Raises:
             ValueError: The pass has fewer samples than it should, or more.
             Exception: What the stream raises.
         """
-        epoch, position = self._wanted
         found = self._pass(epoch, position)
         while found.position < position:
             self._next(found)
@@ -106,7 +99,7 @@ class Stream:
         """Takes out the pass that is nearest; it is put back when all went well."""
         before = [p for p in self._passes if p.epoch == epoch and p.position <= position]
         if not before:
-            return _Pass(self._packed, self._place, epoch, self._num_shards)
+            return _Pass(self._packed, (*self._place, epoch), self._num_shards)
         found = max(before, key=lambda each: each.position)
         self._passes.remove(found)
         return found
@@ -124,56 +117,43 @@ class Stream:
 class _Pass:
     """One pass over all shards, from its start to ``position``."""
 
-    def __init__(self, packed: bytes, place: tuple[int, str], epoch: int, num_shards: int) -> None:
-        self.epoch = epoch
+    def __init__(self, packed: bytes, place: _Place, num_shards: int) -> None:
+        *_, self.epoch = self._place = place
         self.position = 0
-        self._place = (*place, epoch)
-        # Made when they are first asked: those of a pass that is not needed long cost nothing.
-        shards = (_Shard(packed, self._place, number, num_shards) for number in range(num_shards))
-        self._turns = deque(shards)
+        # They begin when they are first asked: a pass that is not needed long costs nothing.
+        self._turns = deque(
+            self._shard(packed, number, num_shards) for number in range(num_shards)
+        )
 
     def next(self) -> Any:
         """Returns the next sample, which is seeded as such; ``_OVER`` at the end."""
         while self._turns:
-            if (sample := self._turns[0].next(self.position)) is not _OVER:
+            if (sample := next(self._turns[0], _OVER)) is not _OVER:
                 self._turns.rotate(-1)
                 self.position += 1
                 return sample
             self._turns.popleft()
         return _OVER
 
-
-class _Shard:
-    """One reader of a stream: a copy of it, and what it finds around it."""
-
-    def __init__(self, packed: bytes, place: _Place, number: int, num_shards: int) -> None:
-        self._packed = packed
-        self._place = place
-        self._number = number, num_shards
-        self._samples: Iterator[Any] | None = None
-
-    def next(self, position: int) -> Any:
-        if self._samples is None:
-            self._begin()
-        self._surround(position)
-        assert self._samples is not None
-        return next(self._samples, _OVER)
-
-    def _begin(self) -> None:
+    def _shard(self, packed: bytes, number: int, num_shards: int) -> Iterator[Any]:
+        """Reads a copy of the stream, with around it what it is to find there."""
         from torch.utils.data._utils import worker
 
-        dataset, (number, total) = packing.unpack(self._packed), self._number
-        self._own = payload.generators_in(dataset)
-        seed = seed_sample(*self._place, number, self._own)
-        self._info = worker.WorkerInfo(id=number, num_workers=total, seed=seed, dataset=dataset)
+        def surround(position: int) -> None:
+            seed_sample(*self._place, position, own)
+            worker._worker_info = info
+
+        dataset = packing.unpack(packed)
+        own = payload.generators_in(dataset)
+        seed = seed_sample(*self._place, number, own)
+        info = worker.WorkerInfo(id=number, num_workers=num_shards, seed=seed, dataset=dataset)
         if hasattr(dataset, "set_epoch"):
-            seed_order(*self._place, self._own)
-            dataset.set_epoch(self._place[-1])
-        self._surround(number)
-        self._samples = iter(dataset)
-
-    def _surround(self, position: int) -> None:
-        from torch.utils.data._utils import worker
-
-        seed_sample(*self._place, position, self._own)
-        worker._worker_info = self._info
+            seed_order(*self._place, own)
+            dataset.set_epoch(self.epoch)
+        surround(number)
+        samples = iter(dataset)
+        while True:
+            surround(self.position)
+            if (sample := next(samples, _OVER)) is _OVER:
+                return
+            yield sample

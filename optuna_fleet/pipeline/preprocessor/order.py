@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,23 +50,24 @@ def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-def drawn(own: Sequence[Generator] = ()) -> tuple[float, ...]:
-    """Draws from each of what `seed_sample` seeds: equal if they were where they are now."""
-    import torch
-
-    number = torch.rand((), dtype=torch.float64, device="cpu").item()
-    return random.random(), np.random.random_sample(), number, *map(draw, own)
-
-
 def watched(
     action: Callable[[], Any], seed: Callable[[], None], own: Sequence[Generator] = ()
 ) -> tuple[Any, bool]:
     """Returns what a function returns after ``seed()``, and whether it drew random numbers."""
     seed()
-    before = drawn(own)
-    seed()
+    before = _states(own)
     result = action()
-    return result, drawn(own) != before
+    return result, _states(own) != before
+
+
+def _states(own: Sequence[Generator]) -> bytes:
+    import torch
+
+    def state(of: Generator) -> Any:  # pickles of equal tensors may differ
+        return of.get_state().numpy() if isinstance(of, torch.Generator) else of
+
+    shared = random.getstate(), np.random.get_state(), torch.default_generator
+    return pickle.dumps([*map(state, (*shared, *own))])
 
 
 @contextmanager
@@ -131,17 +133,6 @@ def seed_generator(generator: Generator, number: int) -> None:
         generator.seed(number)
     else:
         generator.manual_seed(number)
-
-
-def draw(generator: Generator) -> float:
-    """Draws a number: equal for equal states."""
-    if isinstance(generator, (random.Random, np.random.Generator)):
-        return float(generator.random())
-    if isinstance(generator, np.random.RandomState):
-        return float(generator.random_sample())
-    import torch
-
-    return float(torch.rand((), dtype=torch.float64, generator=generator))
 
 
 def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDArray[np.int64]:

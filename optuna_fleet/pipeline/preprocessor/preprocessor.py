@@ -116,54 +116,39 @@ class _Producer:
     told_s: float = 0.0  # when the agent last heard, or was heard of
 
     def measure(self, order: MeasureSample) -> None:
-        """Answers how large a preprocessed sample of the data set is."""
+        """Answers how large the largest of the first samples of the data set is.
+
+        These are so many that some differ, if any do; the first chunk will have them.
+        """
         self.told_s = time.monotonic()
-        key = ChunkKey(order.name, 0, 0)
-        nbytes = guess_sample_bytes(self.chunk_bytes)
-        header_bytes, is_repeatable, are_rows, is_bare = 0, True, False, False
-        has_failed = True
+        key, samples = ChunkKey(order.name, 0, 0), list[Any]()
+        most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(order.name).num_samples)
+        sizes: set[int] = set()
+        header_bytes, is_repeatable, are_rows = 0, True, False
         self.samples.begin()
         try:
-            first = self.samples.sample(key, 0)
-            chunk = self._put_together(key, [first])
-            header_bytes = max(0, chunk.nbytes - chunk.sample_bytes)
-            self.kept = _Kept(key, [first])
-            nbytes, is_whole = self._largest(self.kept, chunk.sample_bytes)
-            is_repeatable = self.samples.is_repeatable(key, first)
+            while len(samples) < most and (len(samples) < 3 or len(sizes) > 1):
+                samples.append(self.samples.sample(key, len(samples)))
+                chunk = self._put_together(key, samples[-1:])
+                sizes.add(chunk.sample_bytes)
+                header_bytes = max(header_bytes, chunk.nbytes - chunk.sample_bytes)
+                self.tell()
+            is_repeatable = self.samples.is_repeatable(key, samples[0])
             are_rows = self.samples.rows(key, range(1)) is not None
-            is_bare = self.samples.is_bare(order.name)
-            has_failed = not is_whole
+            self.kept = _Kept(key, samples)
         except Exception:
-            pass  # The size is a guess then; if need be, the order for the chunk tells the error.
+            self.kept = None  # if need be, the order for the chunk tells the error
         wire.send(
             self.sock,
             SampleMeasured(
                 name=order.name,
-                sample_bytes=nbytes,
+                sample_bytes=max(sizes, default=guess_sample_bytes(self.chunk_bytes)),
                 header_bytes=header_bytes,
                 is_repeatable=is_repeatable,
                 are_rows=are_rows,
-                is_bare=is_bare,
-                has_failed=has_failed,
+                has_failed=self.kept is None,
             ),
         )
-
-    def _largest(self, kept: _Kept, nbytes: int) -> tuple[int, bool]:
-        """Makes a few more samples, which the first chunk will have.
-
-        Returns the bytes of the largest, and whether none failed.
-        """
-        most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(kept.key.name).num_samples)
-        sizes = {nbytes}
-        while len(kept.samples) < most and (len(kept.samples) < 3 or len(sizes) > 1):
-            try:
-                sample = self.samples.sample(kept.key, len(kept.samples))
-            except SampleError:
-                return max(sizes), False  # the order for its chunk will tell
-            self.tell()
-            sizes.add(self._put_together(kept.key, [sample]).sample_bytes)
-            kept.samples.append(sample)
-        return max(sizes), True
 
     def _put_together(self, key: ChunkKey, samples: list[Any]) -> Chunk:
         by_user = self.spec.dataset(key.name).collate is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,6 @@ from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.iterable import Stream
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.together import Together
 from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
 
 MAX_SUBSTITUTES = 16
@@ -45,6 +44,17 @@ class SampleError(Exception):
 
     def __init__(self, error: ChunkError) -> None:
         self.error = error
+
+
+@dataclass(slots=True)
+class _Group:
+    """Samples that were read together, by position; None where that raised."""
+
+    at: tuple[int, int]
+    samples: dict[int, Any] | None
+
+    def is_over(self, position: int) -> bool:
+        return self.samples is not None and position not in self.samples
 
 
 class Samples:
@@ -72,8 +82,10 @@ class Samples:
         self._decoded = decoded
         self._specs = {each.name: each for each in spec.datasets}
         self._source: Source | None = None
+        self._streams: dict[str, Stream] = {}
         self._around: Surroundings | None = None
         self._blocks: dict[tuple[str, int, int], Any] = {}  # by data set, epoch, begin
+        self._groups: dict[str, _Group] = {}  # by data set: what was read together last
         self.begin()
 
     def begin(self) -> None:
@@ -88,13 +100,9 @@ class Samples:
         Raises:
             SampleError: As of `sample`.
         """
-        found: list[Any] = []
-        spec, source = self._specs[key.name], self._sources()
-        comes_with_others = spec.batched and self.is_bare(spec.name)
-        while len(found) < len(positions):
-            found.append(self.sample(key, positions[len(found)]))
-            if comes_with_others:
-                found += source.datasets[key.name].rest(positions[len(found) :])
+        found = []
+        for position in positions:
+            found.append(self.sample(key, position))
             self.at_work()
         return found
 
@@ -108,15 +116,13 @@ class Samples:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
         spec, source = self._specs[key.name], self._sources()  # its errors are none of the sample
-        (place,) = self._places(spec, key.epoch, range(position, position + 1))
-        at = source.datasets[spec.name].at if spec.batched or spec.shards else None
-        if at is not None:
-            at(key.epoch, position)
+        place = self._place(spec, key.epoch, position)
+        reads_at: int | None = position  # None: the sample is not at its own position
         may_skip = self._spec.on_error == "skip" and not spec.shards
         num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
             try:
-                return self._made(spec, source, key.epoch, place, use_store)
+                return self._made(spec, source, key.epoch, place, reads_at, use_store)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
@@ -128,12 +134,10 @@ class Samples:
                 self.skipped.append(place % spec.length)
                 self.complaint = self.complaint or failure.error
             if spec.sampled:  # the next of those that are drawn, or of the data set
-                position = (position + 1) % spec.num_samples
-                (place,) = self._places(spec, key.epoch, range(position, position + 1))
+                reads_at = position = (position + 1) % spec.num_samples
+                place = self._place(spec, key.epoch, position)
             else:
-                place = (place + 1) % spec.length
-            if at is not None:
-                at(key.epoch, position if spec.sampled else None)
+                place, reads_at = (place + 1) % spec.length, None
         raise AssertionError
 
     def rows(self, key: ChunkKey, positions: range) -> list[torch.Tensor] | None:
@@ -142,19 +146,16 @@ class Samples:
         None unless they are those of a ``TensorDataset`` or a ``Subset`` of one, as they are: that
         draws nothing, and a sample alone takes ten times as long.
         """
-        spec, source = self._spec.dataset(key.name), self._sources()
-        if spec.collate is not None or not self.is_bare(spec.name):
+        spec, source = self._specs[key.name], self._sources()
+        stages = source.stages[spec.name]
+        is_finished_here = stages.finish is not None and spec.finish is None
+        if spec.collate is not None or stages.in_parts or is_finished_here:
             return None
         places = self._places(spec, key.epoch, positions)
         try:
             return _rows(source.datasets[spec.name], [place % spec.length for place in places])
         except Exception:
             return None  # one by one, to see whose fault it is
-
-    def is_bare(self, name: str) -> bool:
-        """Returns whether samples are what the data set gives."""
-        spec, stages = self._specs[name], self._sources().stages[name]
-        return not stages.in_parts and (stages.finish is None or spec.finish is not None)
 
     def lent(self) -> AbstractContextManager[None]:
         """Samples made within leave the process as it was: it is the user's."""
@@ -168,6 +169,10 @@ class Samples:
         found = comes_again(first, lambda: self.sample(key, 0, use_store=False))
         del self.skipped[num_skipped:]
         return found
+
+    def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
+        (place,) = self._places(spec, epoch, range(position, position + 1))
+        return place
 
     def _places(self, spec: DatasetSpec, epoch: int, positions: range) -> list[int]:
         """The numbers of samples in the order of an epoch, see `epoch_order`."""
@@ -189,24 +194,27 @@ class Samples:
             del self._blocks[next(iter(self._blocks))]
 
     def _made(
-        self, spec: DatasetSpec, source: Source, epoch: int, place: int, use_store: bool
+        self,
+        spec: DatasetSpec,
+        source: Source,
+        epoch: int,
+        place: int,
+        position: int | None,
+        use_store: bool,
     ) -> Any:
         assert self._around is not None
-        stages, dataset, index = source.stages[spec.name], source.datasets[spec.name], place
-        index %= spec.length
+        stages, index = source.stages[spec.name], place % spec.length
         seed = partial(self._around.begin, spec.name, epoch, place)
         store = self._decoded if use_store and spec.kept else None
         if store is not None and (loaded := store.get(spec.name, index)):
             self.num_loaded += 1
             (sample,) = loaded
         else:
-            is_one_of_many = spec.batched and dataset.is_one_of_many()
-            if not is_one_of_many:
+            found = [] if position is None else self._read(spec, source, epoch, position)
+            if not found or stages.prepare is not None:
                 seed()
-            sample = dataset[index]
+            sample = found[0] if found else source.datasets[spec.name][index]
             if stages.prepare is not None:
-                if is_one_of_many:
-                    seed()
                 sample = stages.prepare(sample)
             if store is not None:
                 store.put(spec.name, index, sample)
@@ -217,41 +225,62 @@ class Samples:
             return sample
         return stages.finish(sample)
 
+    def _read(self, spec: DatasetSpec, source: Source, epoch: int, position: int) -> list[Any]:
+        """Returns the sample at a position in a list where it is not read alone; else nothing."""
+        if spec.shards:
+            return [self._streams[spec.name].sample(epoch, position)]
+        if not spec.batched:
+            return []
+        start = position - position % TOGETHER
+        group = self._groups.get(spec.name)
+        # Each is given once: whoever has it may write into it.
+        if group is None or group.at != (epoch, start) or group.is_over(position):
+            self._groups.pop(spec.name, None)
+            samples = self._read_together(spec, source.datasets[spec.name], epoch, start)
+            group = self._groups[spec.name] = _Group((epoch, start), samples)
+        return [] if group.samples is None else [group.samples.pop(position)]
+
+    def _read_together(
+        self, spec: DatasetSpec, dataset: Any, epoch: int, start: int
+    ) -> dict[int, Any] | None:
+        """Returns by their positions the samples that are read at once, from ``start`` on.
+
+        None if that raises where what raises is skipped: one by one it is seen which. Which they
+        are depends on the order of the epoch alone, and they are seeded as the first of them: so
+        what they draw, and what they are padded to, is the same whatever the chunks.
+        """
+        assert self._around is not None
+        places = self._places(spec, epoch, range(start, min(start + TOGETHER, spec.num_samples)))
+        self._around.begin(spec.name, epoch, places[0])
+        try:
+            samples = list(dataset.__getitems__([place % spec.length for place in places]))
+        except Exception:
+            if self._spec.on_error == "skip":
+                return None
+            raise
+        if len(samples) != len(places):
+            raise ValueError(f"__getitems__ gave {len(samples)} samples for {len(places)} indices")
+        return dict(enumerate(samples, start))
+
     def _sources(self) -> Source:
         if self._source is None:
             with reported("Unpickling the data sets in a preprocessor"):
                 source = self._load()
             self._around = Surroundings(source, self._spec)
-            datasets = {
-                each.name: read(each, source.datasets[each.name], self._around)
+            self._streams = {
+                each.name: Stream(
+                    source.datasets[each.name],
+                    name=each.name,
+                    num_shards=each.shards,
+                    seed=self._spec.seed,
+                    num_samples=each.num_samples,
+                    at_work=lambda: self.at_work(),
+                )
                 for each in self._spec.datasets
-                if (read := self._stream if each.shards else each.batched and self._together)
+                if each.shards
             }
-            self._source = replace(source, datasets={**source.datasets, **datasets})
+            self._source = source
         return self._source
-
-    def _together(self, spec: DatasetSpec, dataset: Any, around: Surroundings) -> Together:
-        def places(epoch: int, start: int) -> list[int]:
-            stop = min(start + TOGETHER, spec.num_samples)
-            return self._places(spec, epoch, range(start, stop))
-
-        return Together(
-            dataset,
-            length=spec.length,
-            places=places,
-            begin=partial(around.begin, spec.name),
-            may_skip=self._spec.on_error == "skip",
-        )
-
-    def _stream(self, spec: DatasetSpec, dataset: Any, _: Surroundings) -> Stream:
-        return Stream(
-            dataset,
-            name=spec.name,
-            num_shards=spec.shards,
-            seed=self._spec.seed,
-            num_samples=spec.num_samples,
-            at_work=lambda: self.at_work(),
-        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import PipelineLostError, PreprocessingError
@@ -221,11 +222,10 @@ class _Reading:
         self._waited_s = client.waited_s
         start = plan.first_step * plan.batch_size
         self._opened = client.open_pass(plan.name, plan.epoch, start, continues=plan.continues)
-        self._asked: set[int] = set()
+        self._coming = self._all_chunks()  # that were not asked for yet
+        self._asked: list[int] = []  # in order, from the first of the current step on
         self._needed = range(0)
         self._over: dict[int, int] = {}  # chunks that were needed, and for how many steps not
-        self._cursor = 0
-        self._looked = -1
 
     def parts(self, step: int) -> list[Part]:
         """Returns the pieces of chunks that make up this rank's share of a step."""
@@ -234,8 +234,7 @@ class _Reading:
             return []
         needed = self._chunks(start, stop)
         if self._over or needed != self._needed:  # else nothing changes
-            self._needed = needed
-            self._advance(needed, self._next_chunks(step, needed))
+            self._advance(needed)
         size = self._opened.chunk_size
         return [
             (
@@ -259,54 +258,40 @@ class _Reading:
         size = self._opened.chunk_size
         return range(start // size, -(-stop // size)) if stop > start else range(0)
 
-    def _next_chunks(self, step: int, needed: range) -> list[int]:
-        """The chunks that later steps need first: asked for ahead of time."""
-        found: list[int] = []
-        last = needed[-1]
-        if last == self._looked or any(chunk > last for chunk in self._asked):
-            return found
-        self._looked = last
-        for later in range(step + 1, self._plan.num_steps):
-            if len(found) >= self._opened.num_ahead:
-                break
-            start, stop = self._plan.positions(later)
-            for chunk in self._chunks(start, stop):
+    def _all_chunks(self) -> Iterator[int]:
+        """Yields the chunks in which this rank's shares lie, each once."""
+        last = -1
+        for step in range(self._plan.first_step, self._plan.num_steps):
+            for chunk in self._chunks(*self._plan.positions(step)):
                 if chunk > last:
-                    found.append(chunk)
-                    last = chunk
-        return found[: self._opened.num_ahead]
+                    yield (last := chunk)
 
-    def _advance(self, needed: range, ahead: list[int]) -> None:
+    def _advance(self, needed: range) -> None:
         """Tells the agent what changed, if anything did."""
-        missing = [chunk for chunk in needed if not self._has_arrived(chunk)]
-        cursor = needed[0]
-        released = self._let_go(cursor)
-        if not missing and not ahead and not released and cursor == self._cursor:
-            return
-        self._asked.update(missing, ahead)
-        self._cursor = cursor
-        self._opened.advance(
-            cursor,
-            needed=missing,
-            ahead=ahead,
-            released=released,
-            num_consumed=self._take_consumed(),
-        )
-
-    def _has_arrived(self, chunk: int) -> bool:
-        if chunk in self._asked and not self._opened.has(chunk):
+        cursor, has_moved = needed[0], needed[:1] != self._needed[:1]
+        self._needed = needed
+        self._over |= {chunk: 0 for chunk in self._asked if chunk < cursor}
+        kept = [chunk for chunk in self._asked if chunk >= cursor]
+        num_new = len(needed) + self._opened.num_ahead - len(kept)
+        new = [*islice(self._coming, max(num_new, 0))]
+        self._asked = kept + new
+        if not all(map(self._opened.has, needed)):
             self._client.hear()
-        return chunk in self._asked and self._opened.has(chunk)
+        missing = [chunk for chunk in needed if not self._opened.has(chunk)]
+        released = self._let_go()
+        if missing or new or released or has_moved:
+            self._opened.advance(
+                cursor,
+                needed=missing,
+                ahead=[chunk for chunk in new if chunk not in needed],
+                released=released,
+                num_consumed=self._take_consumed(),
+            )
 
-    def _let_go(self, cursor: int) -> list[int]:
+    def _let_go(self) -> list[int]:
         """Lets go of what is needed no more; of what the user has views of, later."""
-        for chunk in [chunk for chunk in self._asked if chunk < cursor]:
-            self._asked.discard(chunk)
-            self._over[chunk] = 0
         released = self._opened.let_go(self._over, patient=True)
-        for chunk in released:
-            del self._over[chunk]
-        late = [chunk for chunk, steps in self._over.items() if steps >= _PATIENCE]
+        late = [c for c, steps in self._over.items() if steps >= _PATIENCE and c not in released]
         released += self._opened.let_go(late, patient=False)
-        self._over = {c: steps + 1 for c, steps in self._over.items() if c not in late}
+        self._over = {c: n + 1 for c, n in self._over.items() if c not in released}
         return released

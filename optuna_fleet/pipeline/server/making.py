@@ -45,6 +45,9 @@ FETCHED_SHARE = 1 / 8
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
 
+MEASURE_AGAIN_S = 1.0
+"""After the first failure; nodes that find unlike sizes share nothing of a data set."""
+
 STAFFING_S = 0.5
 """Starting a process takes time too: how many there are is decided no faster than this."""
 
@@ -128,6 +131,7 @@ class Making:
         self._unmeasured: set[str] = set()
         self._measuring: set[str] = set()
         self._failures: Counter[str] = Counter()  # of measuring
+        self._measure_at_s: dict[str, float] = {}  # again, where it has failed
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
         self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
         self._judged = self.counts.use
@@ -148,7 +152,8 @@ class Making:
     def knows(self, name: str) -> bool:
         """Returns whether it is known how to cut a data set; if not, that is found out."""
         is_known = name in self.scheduler.sizes
-        if not is_known and name not in self._measuring:
+        is_due = self._clock() >= self._measure_at_s.get(name, float("-inf"))
+        if not is_known and name not in self._measuring and is_due:
             self._unmeasured.add(name)
         return is_known
 
@@ -341,7 +346,6 @@ class Making:
             sample_bytes=message.sample_bytes,
             chunk_bytes=self.chunk_bytes,
             are_rows=message.are_rows,
-            is_bare=message.is_bare,
         )
         content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         self.scheduler.sizes[name] = Size(
@@ -387,8 +391,16 @@ class Making:
         self._on_idle()
 
     def _measures_again(self, name: str) -> bool:
-        """Measuring failed: it is repeated, but not for ever; then readers hear of the failure."""
+        """Measuring failed: it is repeated, but not for ever; then readers hear of the failure.
+
+        Not at once where other nodes measure too: what is amiss may be over in a moment.
+        """
         self._failures[name] += 1
-        if is_tried := self._failures[name] < MAX_DEATHS:
-            self._unmeasured.add(name)
-        return is_tried
+        is_shared = self._peers is not None and self._peers.plan.is_shared
+        if self._failures[name] < MAX_DEATHS:
+            pause_s = MEASURE_AGAIN_S * self._failures[name] if is_shared else 0.0
+            self._measure_at_s[name] = self._clock() + pause_s
+            return True
+        if is_shared:
+            self.notices.unmeasured(name)
+        return False

@@ -80,6 +80,15 @@ class Notices:
             "sample to the next.",
         )
 
+    def unmeasured(self, name: str) -> None:
+        """The size of samples is guessed here, and perhaps measured on other nodes."""
+        self._once(
+            ("unmeasured", name),
+            f"The first samples of data set {name!r} could not be made on this node, so that "
+            "their size is guessed. Nodes that could make them share none of its samples with "
+            "this one.",
+        )
+
     def unstarted(self, error: OSError) -> None:
         """A preprocessor could not be started."""
         self._once(
