@@ -203,7 +203,7 @@ class ChunkProduced:
         key: The chunk.
         nbytes: The bytes that it takes.
         num_samples: Its samples.
-        busy_s: Seconds it took.
+        busy_s: Seconds it took to make; 0 if another node has made it.
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
@@ -212,18 +212,10 @@ class ChunkProduced:
     key: ChunkKey
     nbytes: int
     num_samples: int
-    busy_s: float
+    busy_s: float = 0.0
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkFetched:
-    """A chunk that another node has made lies where it was to be written."""
-
-    key: ChunkKey
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

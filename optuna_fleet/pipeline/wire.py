@@ -84,6 +84,11 @@ def peek_first(sock: socket.socket) -> tuple[object, list[int]]:
     return _decode(packet), [fd for data in found for (fd,) in struct.iter_unpack("i", data)]
 
 
+def ports(selector: selectors.BaseSelector) -> list[Port]:
+    """Returns those that are registered with a selector: all that are open."""
+    return [key.data for key in selector.get_map().values() if isinstance(key.data, Port)]
+
+
 class Port:
     """The agent's end of one socket: delivers messages, queues those the peer is too slow for.
 

@@ -19,13 +19,12 @@ from optuna_fleet.pipeline.giver import Giver
 from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
     ChunkFailed,
-    ChunkFetched,
+    ChunkProduced,
     ProduceChunk,
 )
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.batches import OpenedPass
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.server.epochs import Size
 from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -136,7 +135,6 @@ def test_a_chunk_that_came_and_could_not_be_taken_in_is_lost_like_any_other():
 
     lost, idle, key = [], [], ChunkKey("train", 0, 0)
     scheduler = SimpleNamespace(
-        sizes={"train": Size(num_samples=8, chunk_size=8, chunk_bytes=64)},
         produced=produced,
         lost=lambda key, error: lost.append(key),
     )
@@ -146,7 +144,7 @@ def test_a_chunk_that_came_and_could_not_be_taken_in_is_lost_like_any_other():
     making._fetched, making._unfetched, making.scheduler = {key: work}, set(), scheduler
     making.counts, making._on_idle = PipelineStats(), lambda: idle.append(True)
     with pytest.raises(MemoryError):
-        making._received(ChunkFetched(key=key, nbytes=64))
+        making._received(ChunkProduced(key=key, nbytes=64, num_samples=8))
     making._lost(work)  # the process that brought it is ended
     assert (lost, idle) == ([key], [True])
 

@@ -16,7 +16,7 @@ from pipeline_datasets import Counted
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.server.server import PipelineServer
-from optuna_fleet.pipeline.server.workers import IDLE_S
+from optuna_fleet.pipeline.server.workers import IDLE_S, MAKER
 from optuna_fleet.pipeline.wire import Port
 from optuna_fleet.processes import Forks
 
@@ -40,7 +40,7 @@ class Yard:
         self.exits: list[int] = []
         self.selector = selectors.DefaultSelector()
         self.spec = pipeline.spec()
-        self.forks = Forks(self.selector, on_exit=self._exited, in_child=self._in_child)
+        self.forks = Forks(self.selector, on_exit=self._exited, in_child=lambda: None)
         setup = pipeline.packed().setup(limit, **how)
         self.server = PipelineServer(
             replace(setup, chunk_bytes=700, memory_bytes=memory_bytes),
@@ -85,7 +85,7 @@ class Yard:
         """
         self._chunk_s = lambda number: 0.0
         while self.readers:
-            works = self._pool.num_busy > 0
+            works = self._pool.num_busy(MAKER) > 0
             for key in self._ready(works, not works):
                 if not self._is_preprocessor(key):
                     self.now_s += message_s
@@ -106,10 +106,10 @@ class Yard:
 
     @property
     def _pool(self) -> Any:
-        return self.server._making.pool
+        return self.server._making.workers
 
     def _is_preprocessor(self, key: selectors.SelectorKey) -> bool:
-        return key.data in self._pool.ports
+        return key.data in [worker.port for worker in self._pool._workers.values()]
 
     def _ready(self, preprocessors: bool, readers: bool) -> list[selectors.SelectorKey]:
         """Waits for something of these, or the end of a child."""
@@ -137,9 +137,6 @@ class Yard:
         else:
             self.exits.append(exit_code)
             assert self.server.child_died(pid)
-
-    def _in_child(self) -> None:
-        self.selector.close()
 
 
 @contextlib.contextmanager

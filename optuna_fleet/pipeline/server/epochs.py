@@ -57,6 +57,7 @@ class Pass:
         continues: The reader will go on with the next epoch.
         wanted: Chunks it waits for, and whether it can't go on without.
         held: Chunks that it was given.
+        is_recalled: It was asked to give them back, and has not given back any since.
     """
 
     pass_id: PassId
@@ -65,6 +66,7 @@ class Pass:
     continues: bool
     wanted: dict[int, bool] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    is_recalled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +78,6 @@ class Epoch:
         status: A byte for each chunk.
         rank: Chunks that nobody will come to go first where it is highest.
         passes: Those that are open.
-        holders: How many of them hold a chunk.
         places: Address and bytes of chunks that are there or in production.
         deaths: How many preprocessors died over a chunk.
     """
@@ -85,7 +86,6 @@ class Epoch:
     status: bytearray
     rank: tuple[int, str, int] = (0, "", 0)
     passes: dict[PassId, Pass] = field(default_factory=dict)
-    holders: Counter[int] = field(default_factory=Counter)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
 

@@ -65,7 +65,7 @@ class Scheduler:
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
         passes: Those that are open.
-        stalled: Those that can't go on without a chunk that is not there.
+        stalled: Those that can't go on without a chunk that is not there, the longest first.
         sizes: How data sets are cut, by name, once that is known.
         num_dropped: How many chunks made room for others.
         lent_bytes: Bytes that passes hold.
@@ -85,11 +85,7 @@ class Scheduler:
         self._lent: set[tuple[int, int]] = set()
         self._idle_bytes = 0
         self.is_blocked = False
-        # Dictionaries without values are sets with an order here.
-        self._urgent: dict[tuple[Epoch, int], None] = {}  # chunks that passes wait for
-        self._ahead: dict[tuple[Epoch, int], None] = {}  # others that were asked for
-        self.stalled: set[Pass] = set()
-        self._holding: dict[Pass, None] = {}  # and not yet asked to give back
+        self.stalled: dict[Pass, None] = {}
 
     def num_making(self, owner: int) -> int:
         """How many chunks are being made for one owner alone."""
@@ -129,36 +125,25 @@ class Scheduler:
             return
         if status[chunk] == FAILED:
             status[chunk] = ABSENT
-        at = reader.epoch, chunk
         reader.wanted[chunk] = urgent or reader.wanted.get(chunk, False)
         if urgent:
-            self.stalled.add(reader)
-            self._ahead.pop(at, None)
-            self._urgent[at] = None
-        elif at not in self._urgent:
-            self._ahead[at] = None
+            self.stalled.setdefault(reader)
 
     def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
         reader = self.passes[pass_id]
         for chunk in reader.held.intersection(chunks):
             self._take_back(reader, chunk)
-            self._holding[reader] = None  # it may be asked again for those it still has
-        if not reader.held:
-            self._holding.pop(reader, None)
+            reader.is_recalled = False  # it may be asked again for those it still has
 
     def close_pass(self, pass_id: PassId) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go."""
         reader = self.passes.pop(pass_id)
         epoch = reader.epoch
         del epoch.passes[pass_id]
-        self.stalled.discard(reader)
-        self._holding.pop(reader, None)
+        self.stalled.pop(reader, None)
         for chunk in [*reader.held]:
             self._take_back(reader, chunk)
-        for chunk in reader.wanted:
-            if not any(chunk in each.wanted for each in epoch.passes.values()):
-                self._unqueue(epoch, chunk)
         if epoch.key.owner is not None and not epoch.passes:
             while (chunk := epoch.status.find(IDLE)) >= 0:
                 self._drop(epoch, chunk)
@@ -266,10 +251,11 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
         """What is absent and wanted, and whether somebody waits for it; the first comes first."""
-        for asked, urgent in ((self._urgent, True), (self._ahead, False)):
-            for epoch, chunk in [*asked]:
-                if epoch.status[chunk] == ABSENT:
-                    yield epoch.chunk(chunk), urgent
+        for readers, is_stalled in ((self.stalled, True), (self.passes.values(), False)):
+            for reader in [*readers]:
+                for chunk, urgent in [*reader.wanted.items()]:
+                    if urgent == is_stalled and reader.epoch.status[chunk] == ABSENT:
+                        yield reader.epoch.chunk(chunk), urgent
         for key in nearest_absent(self.passes.values(), self._window):
             yield key, False
 
@@ -290,15 +276,12 @@ class Scheduler:
 
     def _answered(self, epoch: Epoch, chunk: int) -> list[tuple[Pass, bool]]:
         """Nobody need wait for a chunk any more; returns who did, and whether for it alone."""
-        self._unqueue(epoch, chunk)
         waited = [each for each in epoch.passes.values() if chunk in each.wanted]
         found = [(each, each.wanted.pop(chunk)) for each in waited]
-        self.stalled.difference_update(e for e in waited if not any(e.wanted.values()))
+        for each in waited:
+            if not any(each.wanted.values()):
+                self.stalled.pop(each, None)
         return found
-
-    def _unqueue(self, epoch: Epoch, chunk: int) -> None:
-        self._urgent.pop((epoch, chunk), None)
-        self._ahead.pop((epoch, chunk), None)
 
     # Lending
 
@@ -313,18 +296,15 @@ class Scheduler:
             self.lent_bytes += place[1]
             self._lent.add(place)
         if not reader.held:
-            self._holding[reader] = None
+            reader.is_recalled = False
         reader.held.add(chunk)
-        epoch.holders[chunk] += 1
         to, number = reader.pass_id
         self.outbox.append((to, ChunkReady(number, chunk, *place, brief)))
 
     def _take_back(self, reader: Pass, chunk: int) -> None:
         epoch = reader.epoch
         reader.held.discard(chunk)
-        epoch.holders[chunk] -= 1
-        if not epoch.holders[chunk]:
-            del epoch.holders[chunk]
+        if not any(chunk in each.held for each in epoch.passes.values()):
             place = epoch.places[chunk]
             epoch.status[chunk] = IDLE
             self._lent.remove(place)
@@ -347,9 +327,10 @@ class Scheduler:
 
     def _recall(self) -> None:
         """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
-        for reader_id, number in (each.pass_id for each in self._holding):
-            self.outbox.append((reader_id, ReleaseChunks(pass_id=number)))
-        self._holding.clear()
+        for (reader_id, number), reader in self.passes.items():
+            if reader.held and not reader.is_recalled:
+                reader.is_recalled = True
+                self.outbox.append((reader_id, ReleaseChunks(pass_id=number)))
 
     # Dropping
 

@@ -102,8 +102,3 @@ class Sharing:
         self.process.pid = self._news = None
         self.server.remove_reader(_READER)
         return True
-
-    def close_in_child(self) -> None:
-        """Close what a forked child inherited."""
-        if self._news is not None:
-            self._news.close_in_child()
