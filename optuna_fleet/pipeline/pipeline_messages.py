@@ -89,8 +89,9 @@ class AskForStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaOpened:
-    """Comes first: how large the file is in which chunks lie, with its descriptor."""
+    """Comes first: the file in which chunks lie; the agent has it open under this path."""
 
+    path: str
     nbytes: int
 
 

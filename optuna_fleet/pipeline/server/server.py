@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import time
@@ -75,7 +76,8 @@ class PipelineServer:
             on_close=lambda: self.remove_reader(reader_id),
         )
         arena = self._making.arena
-        channel.send(ArenaOpened(nbytes=arena.nbytes), [arena.descriptor])
+        path = f"/proc/{os.getpid()}/fd/{arena.descriptor}"
+        channel.send(ArenaOpened(path=path, nbytes=arena.nbytes))
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""
