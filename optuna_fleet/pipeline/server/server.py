@@ -90,9 +90,9 @@ class PipelineServer:
                 self._end_pass(pass_id)
         self._work()
 
-    def child_died(self, pid: int) -> bool:
-        """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
-        return self._making.workers.child_died(pid)
+    def child_died(self, pid: int) -> None:
+        """Tells that a child was reaped, which may be a preprocessor of this server."""
+        self._making.workers.child_died(pid)
 
     def kill_stuck(self, limit_s: float) -> None:
         """Ends preprocessors that have worked on one sample for so many seconds.

@@ -76,7 +76,6 @@ class Workers:
     clock: Callable[[], float] = time.monotonic
     num_lost: int = 0
     _workers: dict[int, _Worker] = field(default_factory=dict)
-    _ending: set[int] = field(default_factory=set)
     _waiting: deque[tuple[Kind, Work]] = field(default_factory=deque)
     _retry_s: float = 0.0
 
@@ -120,7 +119,6 @@ class Workers:
             is_over = worker.is_idle and self.clock() - worker.since >= IDLE_S
             if is_over and worker.kind in ending:
                 worker.port.close()  # it exits when it notices
-                self._ending.add(worker.pid)
                 del self._workers[worker.pid]
 
     def kill_stuck(self, limit_s: float) -> None:
@@ -135,25 +133,20 @@ class Workers:
                 _kill(worker)
                 worker.since = self.clock()  # once is enough
 
-    def child_died(self, pid: int) -> bool:
-        """Tells that a child was reaped; returns whether it was one of these."""
-        worker = self._workers.get(pid)
-        if worker is None:
-            known = pid in self._ending
-            self._ending.discard(pid)
-            return known
+    def child_died(self, pid: int) -> None:
+        """Tells that a child was reaped, which may be one of these."""
+        if (worker := self._workers.get(pid)) is None:
+            return
         worker.port.drain()  # perhaps it finished a chunk before it died
         worker.port.close()
         del self._workers[pid]
         self.num_lost += 1
         self.on_lost(worker.work)
-        return True
 
     def close(self) -> None:
         """Closes the sockets; processes exit when they notice."""
         for worker in self._workers.values():
             worker.port.close()
-        self._ending.update(self._workers)
         self._workers.clear()
 
     def _hand_out(self) -> None:
