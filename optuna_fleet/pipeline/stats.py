@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineUse:
+class PipelineUse(NamedTuple):
     """How preprocessors and readers spent their time; time in which nobody reads is left out.
 
     Sums over time, so that the difference of two of them says what happened in between.
@@ -65,7 +63,7 @@ class PipelineUse:
 
     def plus(self, other: PipelineUse, factor: float = 1.0) -> PipelineUse:
         """Returns the sum of both, the other one multiplied."""
-        pairs = zip(_times(self), _times(other), strict=True)
+        pairs = zip(self, other, strict=True)
         return PipelineUse(*(mine + factor * theirs for mine, theirs in pairs))
 
     def since(self, last: PipelineUse) -> PipelineUse:
@@ -73,7 +71,7 @@ class PipelineUse:
         return self.plus(last, -1.0)
 
 
-_times = operator.attrgetter(*PipelineUse.__slots__)  # `astuple` copies, which takes longer
+_UNUSED = PipelineUse()
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -116,7 +114,7 @@ class PipelineStats:
     num_skipped: int = 0
     lent_bytes: int = 0
     decoded_bytes: int = 0
-    use: PipelineUse = field(default_factory=PipelineUse)
+    use: PipelineUse = _UNUSED
 
     @property
     def sharing_factor(self) -> float:

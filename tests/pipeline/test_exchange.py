@@ -14,8 +14,7 @@ from pipeline_datasets import Counted
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange import AskForChunk, Peer
-from optuna_fleet.pipeline.giver import Giver
+from optuna_fleet.pipeline.exchange import AskForChunk, Giver, Peer
 from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
     ChunkFailed,

@@ -27,10 +27,9 @@ from optuna_fleet.pipeline.pipeline_messages import (
     SampleMeasured,
 )
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
-from optuna_fleet.pipeline.server.epochs import Size
+from optuna_fleet.pipeline.server.epochs import Size, Space
 from optuna_fleet.pipeline.server.notices import Notices
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
-from optuna_fleet.pipeline.server.space import Space
 from optuna_fleet.pipeline.server.workers import FETCHER, MAKER, Kind, Spawn, Work, Workers
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse

@@ -31,11 +31,12 @@ from optuna_fleet.pipeline.server.epochs import (
     Order,
     Pass,
     Size,
+    Space,
     nearest_absent,
     num_ready,
+    pages,
     upcoming_absent,
 )
-from optuna_fleet.pipeline.server.space import Space, pages
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 MAX_DEATHS = 3
