@@ -18,8 +18,6 @@ class PipelineUse(NamedTuple):
         blocked_s: Seconds of these they were idle since the budget allowed no more chunks.
         reading_s: Seconds that passes were open, summed over them.
         stalled_s: Seconds of these their readers waited for data.
-        ready_s: Chunks ready ahead of a pass, times the seconds for which they were.
-        window_s: The same had all windows been full.
     """
 
     active_s: float = 0.0
@@ -28,8 +26,6 @@ class PipelineUse(NamedTuple):
     blocked_s: float = 0.0
     reading_s: float = 0.0
     stalled_s: float = 0.0
-    ready_s: float = 0.0
-    window_s: float = 0.0
 
     @property
     def num_preprocessors(self) -> float:
@@ -50,16 +46,6 @@ class PipelineUse(NamedTuple):
     def stalled_share(self) -> float:
         """Share of the readers' time that they waited for data."""
         return _ratio(self.stalled_s, self.reading_s)
-
-    @property
-    def queue_chunks(self) -> float:
-        """Chunks ready ahead of a reader, on average over time and readers."""
-        return _ratio(self.ready_s, self.reading_s)
-
-    @property
-    def queue_share(self) -> float:
-        """The same as a share of the window: 1 is a queue that is always full."""
-        return _ratio(self.ready_s, self.window_s)
 
     def plus(self, other: PipelineUse, factor: float = 1.0) -> PipelineUse:
         """Returns the sum of both, the other one multiplied."""

@@ -110,13 +110,6 @@ class Epoch:
 # What lies in the windows: so many chunks from the cursor of each pass on
 
 
-def num_ready(passes: Iterable[Pass], window: int) -> tuple[int, int]:
-    """Returns how many chunks are there ahead of passes, and how many could be."""
-    ahead = [each.epoch.status[each.cursor + 1 : each.cursor + window] for each in passes]
-    ready = sum(status.count(IDLE) + status.count(HELD) for status in ahead)
-    return ready, sum(map(len, ahead))
-
-
 def nearest_absent(passes: Iterable[Pass], window: int) -> Iterator[ChunkKey]:
     """Yields what is absent in the windows, the nearest to a cursor first."""
 

@@ -52,9 +52,6 @@ STARVED = 0.1
 SATURATED = 0.85
 """More preprocessors can only help if those there are were busy for this share of the time."""
 
-_LOOK_S = 0.02
-"""The queues are looked at no more often: that costs time for each reader."""
-
 _DIED = (
     "Preprocessors died over a chunk of data set {name!r}: killed, out of memory, a crash in "
     "native code, or stuck in it for too long."
@@ -125,7 +122,6 @@ class Making:
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
         self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
         self._judged = self.counts.use
-        self._looked_s, self._ready = float("-inf"), (0, 0)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
@@ -227,11 +223,9 @@ class Making:
 
     def _use_per_s(self) -> PipelineUse:
         """What is so until the next event."""
-        scheduler, num_measuring, now_s = self.scheduler, len(self._measuring), self._clock()
+        scheduler, num_measuring = self.scheduler, len(self._measuring)
         if not (reading := len(scheduler.passes) + num_measuring):
             return PipelineUse()
-        if now_s - self._looked_s >= _LOOK_S:
-            self._ready, self._looked_s = scheduler.num_ready(), now_s
         running = sum(map(self.workers.num_running, self._makers))
         busy = sum(map(self.workers.num_busy, self._makers))
         return PipelineUse(
@@ -241,8 +235,6 @@ class Making:
             blocked_s=running - busy if scheduler.is_blocked else 0,
             reading_s=reading,
             stalled_s=len(scheduler.stalled) + num_measuring,
-            ready_s=self._ready[0],
-            window_s=self._ready[1],
         )
 
     def _staff(self) -> None:

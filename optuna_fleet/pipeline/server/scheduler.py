@@ -33,7 +33,6 @@ from optuna_fleet.pipeline.server.epochs import (
     Size,
     Space,
     nearest_absent,
-    num_ready,
     pages,
     upcoming_absent,
 )
@@ -92,10 +91,6 @@ class Scheduler:
         """How many chunks are being made for one owner alone."""
         epochs = self._epochs.values()
         return sum(each.status.count(MAKING) for each in epochs if each.key.owner == owner)
-
-    def num_ready(self) -> tuple[int, int]:
-        """Returns how many chunks are there ahead of the passes, and how many could be."""
-        return num_ready(self.passes.values(), self._window)
 
     # Passes
 

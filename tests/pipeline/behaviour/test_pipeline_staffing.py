@@ -19,7 +19,6 @@ def test_preprocessors_grow_in_number_while_readers_wait():
     # Not quite always: of four preprocessors a later chunk's may be done first.
     assert use.busy_share > 0.7
     assert use.stalled_share > 0.9
-    assert use.queue_share < 0.5
     assert 1.0 < use.num_preprocessors < 4.0
 
 
@@ -31,7 +30,6 @@ def test_one_is_enough_where_trainers_are_slow():
         assert max(here.numbers) == 1
         use = here.server.stats().use
     assert use.busy_share + use.blocked_share < 0.5
-    assert use.queue_share > 0.5
 
 
 def test_a_full_budget_is_told_from_full_windows():
