@@ -11,15 +11,20 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
     ChunkFailed,
     ChunkReady,
+    ProduceChunk,
     ReleaseChunks,
 )
-from optuna_fleet.pipeline.server.epochs import HELD, IDLE, PAGE, Order, Size, Space
+from optuna_fleet.pipeline.server.epochs import HELD, IDLE, PAGE, Size, Space
 from optuna_fleet.pipeline.server.scheduler import Scheduler
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 ERROR = ChunkError(summary="broken")
 REFUSAL = [("a", ChunkFailed(pass_id=0, chunk=0, error=ERROR))]
 NUM_CHUNKS = 6
+
+
+def order(key, address, nbytes) -> ProduceChunk:
+    return ProduceChunk(key=key, chunk_size=1, address=address, max_bytes=nbytes)
 
 
 def size(nbytes=PAGE) -> Size:
@@ -59,9 +64,9 @@ def gone(scheduler, action) -> list[ChunkKey]:
 def produce_all(scheduler) -> list[ChunkKey]:
     """Does all the work there is; returns its order."""
     done = []
-    while order := scheduler.assign():
-        scheduler.produced(order.key, PAGE)
-        done.append(order.key)
+    while found := scheduler.assign():
+        scheduler.produced(found.key, PAGE)
+        done.append(found.key)
     return done
 
 
@@ -89,7 +94,7 @@ def test_request_is_produced_then_granted():
     key = ChunkKey("train", 0, 0)
     scheduler.request(("a", 0), 0, urgent=True)
     scheduler.request(("b", 0), 0, urgent=False)
-    assert scheduler.assign() == Order(key, 0, PAGE)
+    assert scheduler.assign() == order(key, 0, PAGE)
     assert scheduler.assign() is None
     assert told(scheduler) == []
     scheduler.produced(key, 1)
@@ -174,7 +179,7 @@ def test_chunks_in_use_are_recalled_before_the_budget_is_exceeded():
     assert scheduler.assign() is None
     assert told(scheduler) == []  # once is enough
     scheduler.release(("b", 0), [1])
-    assert scheduler.assign() == Order(ChunkKey("train", 0, 2), PAGE, PAGE)
+    assert scheduler.assign() == order(ChunkKey("train", 0, 2), PAGE, PAGE)
     assert there(scheduler) == {ChunkKey("train", 0, 0)}
 
 
@@ -220,7 +225,7 @@ def test_chunk_larger_than_expected_is_ordered_again_where_it_fits():
     scheduler.request(("a", 0), 0, urgent=True)
     key = scheduler.assign().key
     scheduler.outgrew(key, 7 * PAGE)
-    assert scheduler.assign() == Order(key, 0, 7 * PAGE)
+    assert scheduler.assign() == order(key, 0, 7 * PAGE)
     scheduler.outgrew(key, 11 * PAGE)
     assert scheduler.assign() is None
     ((_, refusal),) = told(scheduler)

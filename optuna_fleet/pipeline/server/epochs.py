@@ -8,21 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import count
-from typing import NamedTuple
 
 from optuna_fleet.pipeline.pipeline_messages import PassId
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, count_chunks
 
 ABSENT, MAKING, IDLE, HELD, FAILED = range(5)
 """What a chunk is. One that failed stays so until it is asked for again."""
-
-
-class Order(NamedTuple):
-    """A chunk is to be made at this place of the arena, of at most ``max_bytes``."""
-
-    key: ChunkKey
-    address: int
-    max_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)

@@ -150,19 +150,14 @@ class Making:
                 self._unmeasured.remove(name)
                 self._measuring.add(name)
                 self.workers.give(kind, MeasureSample(name=name))
-        is_any = not (self._peers or self._setup.num_alone or self._streams)
         while self._can_fetch() or any(map(self.workers.has_room, self._makers)):
-            order = self.scheduler.assign(None if is_any else self._accepts)
-            if order is None:
+            if (order := self.scheduler.assign(self._accepts)) is None:
                 break
-            key, address, max_bytes = order
-            source, size = self._source(key), self.scheduler.sizes[key.name].chunk_size
-            work = ProduceChunk(
-                key=key, chunk_size=size, address=address, max_bytes=max_bytes, source=source
-            )
-            if source is not None:
-                self._fetched[key] = work
-            self.workers.give(self._kind(key.name) if source is None else FETCHER, work)
+            if (source := self._source(order.key)) is None:
+                self.workers.give(self._kind(order.key.name), order)
+            else:
+                self._fetched[order.key] = order = replace(order, source=source)
+                self.workers.give(FETCHER, order)
         self._per_s = self._use_per_s()
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._resident_bytes())
 

@@ -19,6 +19,7 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ChunkFailed,
     ChunkReady,
     PassId,
+    ProduceChunk,
     ReleaseChunks,
 )
 from optuna_fleet.pipeline.server.epochs import (
@@ -28,7 +29,6 @@ from optuna_fleet.pipeline.server.epochs import (
     IDLE,
     MAKING,
     Epoch,
-    Order,
     Pass,
     Size,
     Space,
@@ -147,7 +147,7 @@ class Scheduler:
 
     # What is made
 
-    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
+    def assign(self, accept: Callable[[ChunkKey], bool] = lambda key: True) -> ProduceChunk | None:
         """Returns what to make next, where room was made for it; None if there is nothing.
 
         Chunks that passes wait for come first, then those requested ahead, then the windows,
@@ -155,11 +155,11 @@ class Scheduler:
         there yet, so they would be the next to go.
 
         Args:
-            accept: Whether somebody is free for this chunk now; None if for any.
+            accept: Whether somebody is free for this chunk now.
         """
         self.is_blocked = False
         for key, urgent in self._candidates():
-            if accept is not None and not accept(key):
+            if not accept(key):
                 continue
             nbytes = self.order_bytes(key.name)
             if nbytes > self._space.nbytes:
@@ -174,7 +174,7 @@ class Scheduler:
                 self._recall()
             return None
         for key in upcoming_absent(self.passes.values(), self._epochs, self._window):
-            if accept is None or accept(key):
+            if accept(key):
                 nbytes = self.order_bytes(key.name)
                 address = self._space.allocate(nbytes)
                 return None if address is None else self._order(key, nbytes, address)
@@ -255,11 +255,12 @@ class Scheduler:
         for key in nearest_absent(self.passes.values(), self._window):
             yield key, False
 
-    def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
+    def _order(self, key: ChunkKey, nbytes: int, address: int) -> ProduceChunk:
         epoch = self._epoch(key.of_epoch)
         epoch.status[key.chunk] = MAKING
         epoch.places[key.chunk] = address, nbytes
-        return Order(key, address, nbytes)
+        size = self.sizes[key.name].chunk_size
+        return ProduceChunk(key=key, chunk_size=size, address=address, max_bytes=nbytes)
 
     def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
         epoch = self._epoch(key.of_epoch)
