@@ -36,7 +36,7 @@ from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 from tests.huge_pages import use_huge_pages
 
 AGENT = "optuna_fleet.executor.cluster.agent.entry"
-SERVER = "optuna_fleet.pipeline.standalone_server"
+SERVER = "optuna_fleet.pipeline.standalone"
 SOLVER = "optuna_fleet.alloc.isolation"
 WORKER = "tests.workers"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"

@@ -34,10 +34,8 @@ _OF_A_LOADER = {
 _OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
 
 
-def length_of(
-    name: str, value: Any, names: Collection[str], options: Collection[str]
-) -> int | None:
-    """Returns the length of what was given under the name of a data set; None if it has none.
+def length_of(name: str, value: Any, names: Collection[str], options: Collection[str]) -> int:
+    """Returns the length of what was given under the name of a data set; 0 of an unknown one.
 
     It is one of the ``names`` of all data sets, and none of the ``options``.
 
@@ -49,7 +47,7 @@ def length_of(
     try:
         length = len(value)
     except TypeError:
-        return None
+        return 0
     check_length(name, length)
     return int(length)
 

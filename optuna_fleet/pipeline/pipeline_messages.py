@@ -89,8 +89,9 @@ class AskForStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaOpened:
-    """Comes first: how large the file is in which chunks lie, with its descriptor."""
+    """Comes first: the file in which chunks lie; the agent has it open under this path."""
 
+    path: str
     nbytes: int
 
 
@@ -201,7 +202,7 @@ class ChunkProduced:
         key: The chunk.
         nbytes: The bytes that it takes.
         num_samples: Its samples.
-        busy_s: Seconds it took.
+        busy_s: Seconds it took to make; 0 if another node has made it.
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
@@ -210,18 +211,10 @@ class ChunkProduced:
     key: ChunkKey
     nbytes: int
     num_samples: int
-    busy_s: float
+    busy_s: float = 0.0
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkFetched:
-    """A chunk that another node has made lies where it was to be written."""
-
-    key: ChunkKey
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

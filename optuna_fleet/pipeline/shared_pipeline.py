@@ -114,23 +114,23 @@ class SharedPipeline:
                 "A SharedPipeline needs at least one data set, by name: "
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
-        self._lengths = {
+        lengths = {
             name: data_options.length_of(name, dataset, datasets, _options())
             for name, dataset in datasets.items()
         }
-        self._shuffled = data_options.shuffled_among(shuffled, datasets)
-        self._batched = data_options.batched_among(batched, datasets)
-        samplers = data_options.sampler_by_name(sampler, datasets, self._shuffled)
-        self._num_drawn = {
-            name: data_options.num_drawn(name, each) for name, each in samplers.items()
-        }
         check_number("shards", shards, least=1, most=10_000, whole=True)
-        self._shards = operator.index(shards)
+        check_number("seed", seed, whole=True)
+        check_choice("on_error", on_error, ("raise", "skip"))
+        scheme_of(exchange)  # checks it
+        named_shuffled = data_options.shuffled_among(shuffled, datasets)
+        named_batched = data_options.batched_among(batched, datasets)
+        samplers = data_options.sampler_by_name(sampler, datasets, named_shuffled)
+        drawn = {name: data_options.num_drawn(name, each) for name, each in samplers.items()}
         by_name = data_options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
         parts = {
             "prepare": by_name("prepare", prepare, datasets, datasets),
-            "augment": by_name("augment", augment, datasets, self._shuffled),
+            "augment": by_name("augment", augment, datasets, named_shuffled),
             "finish": by_name("finish", finish, datasets, datasets),
         }
         stages = {
@@ -138,13 +138,23 @@ class SharedPipeline:
             for name in datasets
         }
         self._source = Source(datasets=datasets, stages=stages, samplers=samplers)
-        check_number("seed", seed, whole=True)
+        described = (
+            DatasetSpec(
+                name=name,
+                num_samples=drawn.get(name, length),
+                length=length,
+                shards=operator.index(shards) if data_options.is_stream(datasets[name]) else 0,
+                sampled=name in samplers,
+                shuffled=name in named_shuffled,
+                batched=name in named_batched,
+                kept=stages[name].in_parts and name in named_shuffled,
+            )
+            for name, length in lengths.items()
+        )
         self.seed = operator.index(seed)
+        self._spec = PipelineSpec(seed=self.seed, datasets=tuple(described), on_error=on_error)
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
-        check_choice("on_error", on_error, ("raise", "skip"))
-        scheme_of(exchange)  # checks it
         self.exchange = exchange
-        self._on_error = on_error
         self._memory_bytes = _whole("memory_bytes", memory_bytes)
         self._spill_dir = None if spill_dir is None else str(path("spill_dir", spill_dir))
 
@@ -199,40 +209,31 @@ class SharedPipeline:
 
     def spec(self) -> PipelineSpec:
         """Returns the description of the data sets, as far as no sample has to be read for it."""
-        datasets = tuple(map(self._described, self._lengths))
-        return PipelineSpec(seed=self.seed, datasets=datasets, on_error=self._on_error)
-
-    def _described(self, name: str) -> DatasetSpec:
-        source, length = self._source, self._length(name)
-        is_shuffled, is_stream = (
-            name in self._shuffled,
-            data_options.is_stream(source.datasets[name]),
+        counted = tuple(map(self._counted, self._spec.datasets))
+        self._spec = replace(self._spec, datasets=counted)  # so that each is counted once
+        datasets = (
+            replace(
+                each,
+                kept=each.kept and not each.shards and self._num_alone is None,
+                collate=packed_part("collate_fn", each.name, self._collates.get(each.name)),
+            )
+            for each in counted
         )
-        is_in_parts = source.stages[name].in_parts
-        return DatasetSpec(
-            name=name,
-            num_samples=self._num_drawn.get(name, length),
-            length=length,
-            shards=self._shards if is_stream else 0,
-            sampled=name in source.samplers,
-            shuffled=is_shuffled,
-            batched=name in self._batched,
-            kept=is_in_parts and is_shuffled and not is_stream and self._num_alone is None,
-            collate=packed_part("collate_fn", name, self._collates.get(name)),
-        )
+        return replace(self._spec, datasets=tuple(datasets))
 
-    def _length(self, name: str) -> int:
-        """The length of a data set; a stream that does not tell its own is read once."""
-        if (length := self._lengths[name]) is None:
-            from optuna_fleet.pipeline.preprocessor.iterable import Stream
-            from optuna_fleet.pipeline.preprocessor.order import own_randomness
+    def _counted(self, dataset: DatasetSpec) -> DatasetSpec:
+        """A stream that does not tell its length is read for it."""
+        if dataset.length:
+            return dataset
+        from optuna_fleet.pipeline.preprocessor.iterable import Stream
+        from optuna_fleet.pipeline.preprocessor.order import own_randomness
 
-            packed_part("stream", name, dataset := self._source.datasets[name])
-            with own_randomness():
-                stream = Stream(dataset, name=name, num_shards=self._shards, seed=self.seed)
-                length = self._lengths[name] = stream.count()
-            data_options.check_length(name, length)
-        return length
+        name, shards = dataset.name, dataset.shards
+        packed_part("stream", name, stream := self._source.datasets[name])
+        with own_randomness():
+            length = Stream(stream, name=name, num_shards=shards, seed=self.seed).count()
+        data_options.check_length(name, length)
+        return replace(dataset, num_samples=length, length=length)
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""

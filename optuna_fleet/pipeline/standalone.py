@@ -8,40 +8,51 @@ what comes from there, and samples are for nobody else.
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
+import operator
 import os
+import pickle
 import secrets
+import selectors
 import signal
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.exceptions import (
-    FleetConfigError,
-    FleetError,
-    PipelineLostError,
-    ProtocolError,
-)
+from optuna_fleet.exceptions import FleetConfigError, PipelineLostError, ProtocolError
 from optuna_fleet.pipeline import limits, wire
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import AskForStats
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
+from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.spec import PipelineSpec
-from optuna_fleet.pipeline.standalone_server import ServerConfig, peer_uid
 from optuna_fleet.pipeline.stats import PipelineStats
-from optuna_fleet.processes import ModuleProcess, cause_of_death, fill_standard_streams
+from optuna_fleet.processes import (
+    Forks,
+    ModuleProcess,
+    cause_of_death,
+    end_session,
+    fill_standard_streams,
+    preload,
+    run_loop,
+)
 from optuna_fleet.resources import cpu_count, num_gpus
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.shared_pipeline import SharedPipeline
 
-_GONE = (ConnectionError, BlockingIOError, EOFError)
-_SERVER = "optuna_fleet.pipeline.standalone_server"
+_SERVER = "optuna_fleet.pipeline.standalone"
 _CONNECT_LIMIT_S = 120
 _BACKLOG = 128
+_LOOK_EVERY_S = 2.0
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +83,10 @@ class PipelineHandle:
         Raises:
             FleetError: The pipeline runs no more.
         """
-        try:
-            with _connected(self.address) as sock:
-                wire.receive(sock)  # where the samples are, which is for readers
-                wire.send(sock, AskForStats())
-                stats = wire.receive(sock)
-        except _GONE as error:
-            raise _gone() from error
+        with _connected(self.address) as sock, _explained():
+            wire.receive(sock)  # where the samples are, which is for readers
+            wire.send(sock, AskForStats())
+            stats = wire.receive(sock)
         assert isinstance(stats, PipelineStats)
         return stats
 
@@ -90,10 +98,7 @@ class PipelineReader:
         # Imported here: a process that only passes handles on needs no torch.
         from optuna_fleet.pipeline.reader.client import PipelineClient
 
-        try:
-            self._sock = _connected(handle.address)
-        except _GONE as error:
-            raise _gone(server) from error
+        self._sock = _connected(handle.address, server)
         self._client = PipelineClient(self._sock, handle.spec)
         self._server = server
         self._pid = os.getpid()
@@ -148,6 +153,18 @@ class PipelineReader:
         _check_shares(plan)
         return Batches(plan, self.iterate)
 
+    def iterate(self, plan: ReadPlan) -> Iterator[Any]:
+        """Yields the data of each batch."""
+        from optuna_fleet.pipeline.reader.batches import read_batches
+
+        self._check()
+        try:
+            # Nothing here keeps the data of a batch while the next one is made.
+            yield from map(operator.attrgetter("data"), read_batches(self._client, plan))
+        except PipelineLostError as error:
+            self._check()
+            raise _gone(self._server) from error
+
     def close(self) -> None:
         """Give everything back. Batches that were read stay valid."""
         if self._pid == os.getpid():
@@ -174,24 +191,6 @@ class PipelineReader:
                 "Call handle.connect() in each process that reads."
             )
 
-    def iterate(self, plan: ReadPlan) -> Iterator[Any]:
-        """Yields the data of each batch."""
-        from optuna_fleet.pipeline.reader.batches import read_batches
-
-        self._check()
-        try:
-            for batch in read_batches(self._client, plan):
-                data = batch.data
-                del batch  # or it would keep the data while the next batch is made
-                yield data
-                del data
-        except FleetError as error:
-            self._check()
-            is_lost = isinstance(error, PipelineLostError)
-            if is_lost and self._server and not self._server.is_alive():
-                raise _gone(self._server) from error
-            raise
-
 
 class Session:
     """A running pipeline: the server process, and the readers of the process that started it."""
@@ -204,19 +203,14 @@ class Session:
         self.handle = PipelineHandle(
             address=f"\0optuna-fleet-{secrets.token_hex(16)}", spec=setup.spec
         )
+        loaded = {"torchvision", "torchvision.transforms.v2"}.intersection(sys.modules)
+        modules = ["torch", "optuna_fleet.pipeline.preprocessor.preprocessor", *sorted(loaded)]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self.handle.address)
             listener.listen(_BACKLOG)
-            config = ServerConfig(
-                setup=setup,
-                listener=listener.fileno(),
-                stuck_s=limits.STUCK_S,
-                sys_path=tuple(sys.path),
-                preload=_modules_to_preload(),
-            )
             self._server = ModuleProcess(
                 _SERVER,
-                config,
+                (setup, listener.fileno(), limits.STUCK_S, sys.path, modules),
                 # Data sets may compute with more than torch: one core per preprocessor.
                 environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
                 pass_fds=(listener.fileno(),),
@@ -245,34 +239,6 @@ class Session:
             self._server.close()
 
 
-def _connected(address: str) -> socket.socket:
-    """Returns a connection to the server there.
-
-    Raises:
-        ProtocolError: It is another user's.
-        ConnectionError: It has ended.
-        BlockingIOError: It lets nobody in.
-        OSError: This process can't have one more connection.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        # By the kernel: with Python's limits nobody waits behind many others.
-        _limit(sock, _CONNECT_LIMIT_S)
-        sock.connect(address)
-        _limit(sock, 0)
-        if peer_uid(sock) != os.geteuid():
-            raise ProtocolError("The pipeline's socket is held by another user's process.")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _limit(sock: socket.socket, seconds: int) -> None:
-    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
-
-
 def _setup(pipeline: SharedPipeline) -> PipelineSetup:
     """As in a fleet of all visible GPUs, or of CPU slots: those who read are trainers too."""
     gpus = num_gpus(os.environ)
@@ -281,13 +247,6 @@ def _setup(pipeline: SharedPipeline) -> PipelineSetup:
         is_adaptive=True,
         niceness=0 if gpus else limits.NICENESS,
     )
-
-
-def _modules_to_preload() -> tuple[str, ...]:
-    """What the server imports once for its preprocessors."""
-    wanted = ("torchvision", "torchvision.transforms.v2")
-    loaded = (name for name in wanted if name in sys.modules)
-    return ("torch", "optuna_fleet.pipeline.preprocessor.preprocessor", *loaded)
 
 
 def _check_shares(plan: ReadPlan) -> None:
@@ -306,14 +265,136 @@ def _check_shares(plan: ReadPlan) -> None:
         )
 
 
-def _gone(server: ModuleProcess | None = None) -> FleetError:
+# -- connections ----------------------------------------------------------------------------------
+
+
+def _connected(address: str, server: ModuleProcess | None = None) -> socket.socket:
+    """Returns a connection to the server there.
+
+    Raises:
+        ProtocolError: It is another user's.
+        FleetError: It has ended, or lets nobody in.
+        OSError: This process can't have one more connection.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # By the kernel: with Python's limits nobody waits behind many others.
+        _limit(sock, _CONNECT_LIMIT_S)
+        with _explained(server):
+            sock.connect(address)
+        _limit(sock, 0)
+        if not _is_ours(sock):
+            raise ProtocolError("The pipeline's socket is held by another user's process.")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _limit(sock: socket.socket, seconds: int) -> None:
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether the process at the other end is of the same user."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+
+
+@contextlib.contextmanager
+def _explained(server: ModuleProcess | None = None) -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, BlockingIOError, EOFError) as error:
+        raise _gone(server) from error
+
+
+def _gone(server: ModuleProcess | None) -> PipelineLostError:
     code = server.exit_code if server is not None else None
     if code is not None:
-        return FleetError(
+        return PipelineLostError(
             f"The server process of the SharedPipeline ended with {cause_of_death(code)}; what it "
             "printed says more. Enter `with pipeline:` again to go on."
         )
-    return FleetError(
-        "The SharedPipeline runs no more: the `with` block that started it was left, or its "
-        "processes were killed. It can be read on the machine where it runs, while it runs."
+    return PipelineLostError(
+        "The SharedPipeline is gone and runs no more: the `with` block that started it was left, "
+        "or its processes have ended. It can be read on the machine where it runs."
     )
+
+
+# -- the server's process -------------------------------------------------------------------------
+
+
+class _Server:
+    """Like an agent: it forks preprocessors from what it has imported, and never uses torch.
+
+    One of them that works on one sample for ``stuck_s`` seconds is killed.
+    """
+
+    def __init__(self, setup: PipelineSetup, listener: int, stuck_s: float) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(fileno=listener)
+        self._listener.setblocking(False)
+        self._listens_at_s = 0.0  # inf while it does
+        self._numbers = count()
+        self._stuck_s = stuck_s
+        self._forks = Forks(
+            self._selector,
+            on_exit=lambda pid, code: self._pipeline.child_died(pid),
+            in_child=self._in_child,
+        )
+        self._pipeline = PipelineServer(
+            setup,
+            spawn=self._forks.spawn,
+            selector=self._selector,
+            notify=logging.getLogger(__name__).warning,
+        )
+
+    def serve(self) -> None:
+        """Serve until this process is terminated."""
+        try:
+            self._look_after()
+            # Nothing tells of a preprocessor that is stuck but the time that has passed.
+            every_s = min(_LOOK_EVERY_S, self._stuck_s / 4)
+            run_loop(self._selector, every_s=lambda: every_s, tick=self._look_after)
+        except SystemExit:
+            pass
+        finally:
+            self._forks.kill_all()
+
+    def _look_after(self) -> None:
+        self._pipeline.kill_stuck(self._stuck_s)
+        self._pipeline.resume()
+        if time.monotonic() >= self._listens_at_s:
+            self._listens_at_s = float("inf")
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self, mask: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            # It went away again; or it stays, and so would this event.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._selector.unregister(self._listener)
+                self._listens_at_s = time.monotonic() + _LOOK_EVERY_S
+            return
+        if _is_ours(sock):
+            self._pipeline.add_reader(next(self._numbers), sock)
+        else:
+            sock.close()
+
+    def _in_child(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._listener.close()
+
+
+def main() -> None:
+    """Run a server as configured on standard input; it is killed with its parent, the owner."""
+    setup, listener, stuck_s, sys_path, modules = pickle.loads(sys.stdin.buffer.read())
+    sys.path[:] = sys_path
+    server = _Server(setup, listener, stuck_s)
+    preload(modules)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    server.serve()
+    end_session()

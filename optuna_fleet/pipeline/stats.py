@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineUse:
+class PipelineUse(NamedTuple):
     """How preprocessors and readers spent their time; time in which nobody reads is left out.
 
     Sums over time, so that the difference of two of them says what happened in between.
@@ -20,8 +18,6 @@ class PipelineUse:
         blocked_s: Seconds of these they were idle since the budget allowed no more chunks.
         reading_s: Seconds that passes were open, summed over them.
         stalled_s: Seconds of these their readers waited for data.
-        ready_s: Chunks ready ahead of a pass, times the seconds for which they were.
-        window_s: The same had all windows been full.
     """
 
     active_s: float = 0.0
@@ -30,8 +26,6 @@ class PipelineUse:
     blocked_s: float = 0.0
     reading_s: float = 0.0
     stalled_s: float = 0.0
-    ready_s: float = 0.0
-    window_s: float = 0.0
 
     @property
     def num_preprocessors(self) -> float:
@@ -53,19 +47,9 @@ class PipelineUse:
         """Share of the readers' time that they waited for data."""
         return _ratio(self.stalled_s, self.reading_s)
 
-    @property
-    def queue_chunks(self) -> float:
-        """Chunks ready ahead of a reader, on average over time and readers."""
-        return _ratio(self.ready_s, self.reading_s)
-
-    @property
-    def queue_share(self) -> float:
-        """The same as a share of the window: 1 is a queue that is always full."""
-        return _ratio(self.ready_s, self.window_s)
-
     def plus(self, other: PipelineUse, factor: float = 1.0) -> PipelineUse:
         """Returns the sum of both, the other one multiplied."""
-        pairs = zip(_times(self), _times(other), strict=True)
+        pairs = zip(self, other, strict=True)
         return PipelineUse(*(mine + factor * theirs for mine, theirs in pairs))
 
     def since(self, last: PipelineUse) -> PipelineUse:
@@ -73,7 +57,7 @@ class PipelineUse:
         return self.plus(last, -1.0)
 
 
-_times = operator.attrgetter(*PipelineUse.__slots__)  # `astuple` copies, which takes longer
+_UNUSED = PipelineUse()
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -116,7 +100,7 @@ class PipelineStats:
     num_skipped: int = 0
     lent_bytes: int = 0
     decoded_bytes: int = 0
-    use: PipelineUse = field(default_factory=PipelineUse)
+    use: PipelineUse = _UNUSED
 
     @property
     def sharing_factor(self) -> float:

@@ -7,17 +7,15 @@ import logging
 import pickle
 import selectors
 import socket
-import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from optuna_fleet.exceptions import ProtocolError
 
 MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""
 
-_CONTROL_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
-_SHORT = {errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+_SHORT = {errno.ENOBUFS, errno.ENOMEM}
 """Errors of sending that may be over when others have read what was sent to them."""
 
 _MOST_AT_ONCE = 64
@@ -66,22 +64,9 @@ def receive(sock: socket.socket, flags: int = 0) -> object:
         raise EOFError from None
 
 
-def peek_first(sock: socket.socket) -> tuple[object, list[int]]:
-    """Returns the first message, and the descriptors with it, which the caller must close.
-
-    It stays the first: `receive` takes it away.
-
-    Raises:
-        EOFError: The other side is gone.
-    """
-    # Not socket.recv_fds, which ignores its flags (seen in Python 3.11).
-    flags = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK)
-    try:
-        packet, control, _, _ = sock.recvmsg(MAX_PACKET, _CONTROL_BYTES, flags)
-    except ConnectionResetError:
-        raise EOFError from None
-    found = [data for level, kind, data in control if kind == socket.SCM_RIGHTS]
-    return _decode(packet), [fd for data in found for (fd,) in struct.iter_unpack("i", data)]
+def ports(selector: selectors.BaseSelector) -> list[Port]:
+    """Returns those that are registered with a selector: all that are open."""
+    return [key.data for key in selector.get_map().values() if isinstance(key.data, Port)]
 
 
 class Port:
@@ -107,7 +92,7 @@ class Port:
         self._selector = selector
         self._on_message = on_message
         self._on_close = on_close
-        self._queue: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._queue: deque[bytes] = deque()
         self._is_open = True
         self._is_held_up = False
         self._is_broken = False
@@ -124,10 +109,10 @@ class Port:
                 if not (self._is_open and self._hear()):
                     break
 
-    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Sends now or as soon as the peer reads; descriptors must stay open until then."""
+    def send(self, message: object) -> None:
+        """Sends now or as soon as the peer reads."""
         if self._is_open and not self._is_broken:
-            self._queue.append((encode(message), descriptors))
+            self._queue.append(encode(message))
             if len(self._queue) == 1:
                 self._flush()
 
@@ -137,7 +122,7 @@ class Port:
             pass
 
     def resume(self) -> None:
-        """Tries again to send what could not be sent for want of memory or descriptors."""
+        """Tries again to send what could not be sent for want of memory."""
         if self._is_held_up:
             self._flush()
 
@@ -174,12 +159,8 @@ class Port:
     def _flush(self) -> None:
         self._is_held_up = False
         while self._is_open and self._queue:
-            packet, descriptors = self._queue[0]
             try:
-                if descriptors:
-                    socket.send_fds(self._sock, [packet], descriptors)
-                else:
-                    self._sock.send(packet)
+                self._sock.send(self._queue[0])
             except BlockingIOError:
                 break
             except (BrokenPipeError, ConnectionResetError):

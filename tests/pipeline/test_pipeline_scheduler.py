@@ -13,9 +13,8 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ChunkReady,
     ReleaseChunks,
 )
-from optuna_fleet.pipeline.server.epochs import HELD, IDLE, Size
+from optuna_fleet.pipeline.server.epochs import HELD, IDLE, PAGE, Size, Space
 from optuna_fleet.pipeline.server.scheduler import Scheduler
-from optuna_fleet.pipeline.server.space import PAGE, Space
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 ERROR = ChunkError(summary="broken")

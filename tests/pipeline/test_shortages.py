@@ -29,7 +29,7 @@ if {fork}:
 if {pidfd_open}:
     os.pidfd_open = failing(os.pidfd_open, {pidfd_open}, errno.EMFILE, skipped=1)
 
-socket.send_fds = failing(socket.send_fds, {send}, {errno})
+socket.socket.send = failing(socket.socket.send, {send}, {errno})
 """
 
 
@@ -37,7 +37,7 @@ socket.send_fds = failing(socket.send_fds, {send}, {errno})
 def short(tmp_path, monkeypatch):
     """Has calls fail a few times in each agent and each server."""
 
-    def fail(*, fork=0, pidfd_open=0, send=0, errno="errno.ETOOMANYREFS"):
+    def fail(*, fork=0, pidfd_open=0, send=0, errno="errno.ENOBUFS"):
         code = _FAILING.format(fork=fork, pidfd_open=pidfd_open, send=send, errno=errno)
         (tmp_path / "first.py").write_text(code)
         monkeypatch.setenv(FIRST, str(tmp_path / "first.py"))

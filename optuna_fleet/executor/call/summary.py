@@ -53,7 +53,7 @@ class FleetSummary:
         move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
             train. 0 if none was measured.
         pipeline: What the shared pipeline did for this call, how its processes spent their time,
-            how full its queues were and what went wrong; None without a pipeline.
+            and what went wrong; None without a pipeline.
         exchange: By which scheme nodes shared its chunks; "" if they did not.
         left_out: Nodes and devices that get no more trials because they kept failing, and why.
     """
@@ -158,17 +158,14 @@ def _how_solved(plans: Sequence[Solved]) -> str:
 
 
 def _in_words(use: PipelineUse) -> str:
-    """Pittman's Fig. 2 in a sentence: where it is full there is enough, where empty too little."""
+    """Where trials wait and preprocessors are busy, there are too few of these."""
     text = (
         f"preprocessors ({use.num_preprocessors:.1f} on average) were busy for "
         f"{use.busy_share:.0%} of their time"
     )
     if use.blocked_share >= 0.005:
         text += f" and short of memory for {use.blocked_share:.0%}"
-    return (
-        f"{text}, queues were {use.queue_share:.0%} full ({use.queue_chunks:.1f} chunks), "
-        f"readers waited for {use.stalled_share:.0%} of theirs"
-    )
+    return f"{text}, readers waited for {use.stalled_share:.0%} of theirs"
 
 
 def _trouble(stats: PipelineStats) -> str:

@@ -164,6 +164,6 @@ class PipelineLog:
                 busy=round(use.busy_share, 3),
                 blocked=round(use.blocked_share, 3),
                 stalled=round(use.stalled_share, 3),
-                queue=round(use.queue_share, 3),
+                queue=0.0,
             )
         )

@@ -18,7 +18,6 @@ from optuna_fleet.pipeline.exchange import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import guess_sample_bytes
 from optuna_fleet.pipeline.pipeline_messages import (
     AtWork,
-    ChunkFetched,
     ChunkNotFetched,
     ChunkNotProduced,
     ChunkOutgrew,
@@ -174,17 +173,19 @@ class _Producer:
         else:
             room = self.arena.writable(order.address, order.max_bytes)
             room[: data.nbytes] = data
-            wire.send(self.sock, ChunkFetched(key=order.key, nbytes=data.nbytes))
+            done = ChunkProduced(
+                key=order.key, nbytes=data.nbytes, num_samples=len(self._positions(order))
+            )
+            wire.send(self.sock, done)
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk where it was ordered, and says so."""
         began, self.told_s = time.perf_counter(), time.monotonic()
         key = order.key
-        start = key.chunk * order.chunk_size
-        stop = min(start + order.chunk_size, self.spec.dataset(key.name).num_samples)
+        positions = self._positions(order)
         try:
             with reported(f"A chunk of data set {key.name!r} could not be stored: it"):
-                chunk = self._made(key, range(start, stop))
+                chunk = self._made(key, positions)
                 if chunk.nbytes <= order.max_bytes:
                     chunk.write(self.arena.writable(order.address, chunk.nbytes))
         except SampleError as failure:
@@ -197,13 +198,18 @@ class _Producer:
         done = ChunkProduced(
             key=key,
             nbytes=chunk.nbytes,
-            num_samples=stop - start,
+            num_samples=len(positions),
             busy_s=time.perf_counter() - began,
             num_loaded=self.samples.num_loaded,
             skipped=tuple(self.samples.skipped),
             complaint=self.samples.complaint,
         )
         wire.send(self.sock, done)
+
+    def _positions(self, order: ProduceChunk) -> range:
+        start = order.key.chunk * order.chunk_size
+        num_samples = self.spec.dataset(order.key.name).num_samples
+        return range(start, min(start + order.chunk_size, num_samples))
 
     def _made(self, key: ChunkKey, positions: range) -> Chunk:
         """Returns a chunk, of which the first samples may be there already."""

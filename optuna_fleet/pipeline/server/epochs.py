@@ -1,27 +1,19 @@
-"""What is known of an epoch of a data set: the status of its chunks, and the passes through it."""
+"""What the scheduler knows: epochs, the status and place of their chunks, passes, free space."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import count
-from typing import NamedTuple
 
 from optuna_fleet.pipeline.pipeline_messages import PassId
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, count_chunks
 
 ABSENT, MAKING, IDLE, HELD, FAILED = range(5)
 """What a chunk is. One that failed stays so until it is asked for again."""
-
-
-class Order(NamedTuple):
-    """A chunk is to be made at this place of the arena, of at most ``max_bytes``."""
-
-    key: ChunkKey
-    address: int
-    max_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +49,7 @@ class Pass:
         continues: The reader will go on with the next epoch.
         wanted: Chunks it waits for, and whether it can't go on without.
         held: Chunks that it was given.
+        is_recalled: It was asked to give them back, and has not given back any since.
     """
 
     pass_id: PassId
@@ -65,6 +58,7 @@ class Pass:
     continues: bool
     wanted: dict[int, bool] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    is_recalled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +70,6 @@ class Epoch:
         status: A byte for each chunk.
         rank: Chunks that nobody will come to go first where it is highest.
         passes: Those that are open.
-        holders: How many of them hold a chunk.
         places: Address and bytes of chunks that are there or in production.
         deaths: How many preprocessors died over a chunk.
     """
@@ -85,7 +78,6 @@ class Epoch:
     status: bytearray
     rank: tuple[int, str, int] = (0, "", 0)
     passes: dict[PassId, Pass] = field(default_factory=dict)
-    holders: Counter[int] = field(default_factory=Counter)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
 
@@ -109,13 +101,6 @@ class Epoch:
 # What lies in the windows: so many chunks from the cursor of each pass on
 
 
-def num_ready(passes: Iterable[Pass], window: int) -> tuple[int, int]:
-    """Returns how many chunks are there ahead of passes, and how many could be."""
-    ahead = [each.epoch.status[each.cursor + 1 : each.cursor + window] for each in passes]
-    ready = sum(status.count(IDLE) + status.count(HELD) for status in ahead)
-    return ready, sum(map(len, ahead))
-
-
 def nearest_absent(passes: Iterable[Pass], window: int) -> Iterator[ChunkKey]:
     """Yields what is absent in the windows, the nearest to a cursor first."""
 
@@ -136,3 +121,53 @@ def upcoming_absent(
             key = key._replace(epoch=key.epoch + 1)
             later = epochs.get(key) or Epoch(key, bytearray(num_chunks))
             yield from later.absent(0, beyond)
+
+
+# Places in the arena
+
+PAGE = 4096
+"""Bytes. Pieces begin at multiples of it, so that what a reader writes into one stays in it."""
+
+
+def pages(nbytes: int) -> int:
+    """Returns ``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Space:
+    """Gives out pieces of whole pages: of the smallest hole that fits, the lowest of these.
+
+    Attributes:
+        nbytes: All of it.
+        used: Bytes that are taken.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes // PAGE * PAGE
+        self.used = self.nbytes
+        self._holes: list[tuple[int, int]] = []  # begin and end, in order
+        self.free(0, self.nbytes)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Returns the address of so many bytes; None if there are none in one piece."""
+        fitting = [(end - begin, begin) for begin, end in self._holes if end - begin >= nbytes]
+        if not fitting:
+            return None
+        length, begin = min(fitting)
+        at = bisect_left(self._holes, (begin, 0))
+        self._holes[at : at + 1] = [(begin + nbytes, begin + length)] if length > nbytes else []
+        self.used += nbytes
+        return begin
+
+    def free(self, begin: int, nbytes: int) -> None:
+        """Takes a piece back, or part of one."""
+        if not nbytes:
+            return
+        self.used -= nbytes
+        end, first = begin + nbytes, bisect_left(self._holes, (begin, 0))
+        last = first
+        if last < len(self._holes) and self._holes[last][0] == end:
+            end, last = self._holes[last][1], last + 1
+        if first and self._holes[first - 1][1] == begin:
+            begin, first = self._holes[first - 1][0], first - 1
+        self._holes[first:last] = [(begin, end)]

@@ -18,7 +18,6 @@ from optuna_fleet.pipeline.exchange import Asking, Peer, Peers
 from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
-    ChunkFetched,
     ChunkNotFetched,
     ChunkNotProduced,
     ChunkOutgrew,
@@ -28,11 +27,10 @@ from optuna_fleet.pipeline.pipeline_messages import (
     SampleMeasured,
 )
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
-from optuna_fleet.pipeline.server.epochs import Size
+from optuna_fleet.pipeline.server.epochs import Size, Space
 from optuna_fleet.pipeline.server.notices import Notices
 from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
-from optuna_fleet.pipeline.server.space import Space
-from optuna_fleet.pipeline.server.workers import Spawn, Work, Workers
+from optuna_fleet.pipeline.server.workers import FETCHER, MAKER, Kind, Spawn, Work, Workers
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 
@@ -57,9 +55,6 @@ STARVED = 0.1
 SATURATED = 0.85
 """More preprocessors can only help if those there are were busy for this share of the time."""
 
-_LOOK_S = 0.02
-"""The queues are looked at no more often: that costs time for each reader."""
-
 _DIED = (
     "Preprocessors died over a chunk of data set {name!r}: killed, out of memory, a crash in "
     "native code, or stuck in it for too long."
@@ -76,7 +71,7 @@ class Making:
         arena: Where chunks and decoded samples lie.
         scheduler: It is told of all results.
         counts: What was done.
-        pools: The preprocessors, those who read streams, and those who ask other nodes.
+        workers: The preprocessors, those who read streams, and those who ask other nodes.
         notices: What the user is to be told.
     """
 
@@ -108,8 +103,11 @@ class Making:
         self.arena = Arena(nbytes, setup.spill_dir)
         self._decoded = DecodedStore(self.arena, self._space.nbytes, kept)
         self._num_wanted = 1 if setup.is_adaptive else setup.num_preprocessors
-        new_workers = partial(
-            Workers,
+        # A stream is read by one process: another one would have to begin at its start.
+        self._streams = {each.name: ("stream", each.name) for each in spec.datasets if each.shards}
+        self._makers = [MAKER, *self._streams.values()]
+        self.workers = Workers(
+            limit=lambda kind: {MAKER: self._num_wanted, FETCHER: NUM_FETCHERS}.get(kind, 1),
             spawn=spawn,
             main=self._preprocessor_main,
             selector=selector,
@@ -119,13 +117,6 @@ class Making:
             on_unstarted=self.notices.unstarted,
             clock=clock,
         )
-        self.pool = new_workers(limit=lambda: self._num_wanted)
-        # A stream is read by one process: another one would have to begin at its start.
-        streams = (each.name for each in spec.datasets if each.shards)
-        self._streams = {name: new_workers(limit=lambda: 1) for name in streams}
-        self._makers = [self.pool, *self._streams.values()]
-        self._fetchers = new_workers(limit=lambda: NUM_FETCHERS)
-        self.pools = [*self._makers, self._fetchers]
         self._fetched: dict[ChunkKey, ProduceChunk] = {}  # the orders of those being fetched
         self._unfetched: set[ChunkKey] = set()  # that did not come
         self._unmeasured: set[str] = set()
@@ -135,7 +126,6 @@ class Making:
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
         self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
         self._judged = self.counts.use
-        self._looked_s, self._ready = float("-inf"), (0, 0)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
@@ -146,7 +136,7 @@ class Making:
             lent_bytes=self.scheduler.lent_bytes,
             decoded_bytes=self._decoded.used_bytes,
             num_dropped=self.scheduler.num_dropped,
-            num_lost=sum(pool.num_lost for pool in self.pools),
+            num_lost=self.workers.num_lost,
         )
 
     def knows(self, name: str) -> bool:
@@ -161,38 +151,32 @@ class Making:
         """Gives preprocessors work while there is any that fits."""
         self._count_time()
         for name in sorted(self._unmeasured):
-            if (pool := self._pool_for(name)).has_room():
+            if self.workers.has_room(kind := self._kind(name)):
                 self._unmeasured.remove(name)
                 self._measuring.add(name)
-                pool.give(MeasureSample(name=name))
-        is_any = not (self._peers or self._setup.num_alone or self._streams)
-        while self._can_fetch() or any(pool.has_room() for pool in self._makers):
-            order = self.scheduler.assign(None if is_any else self._accepts)
-            if order is None:
+                self.workers.give(kind, MeasureSample(name=name))
+        while self._can_fetch() or any(map(self.workers.has_room, self._makers)):
+            if (order := self.scheduler.assign(self._accepts)) is None:
                 break
-            key, address, max_bytes = order
-            source, size = self._source(key), self.scheduler.sizes[key.name].chunk_size
-            work = ProduceChunk(
-                key=key, chunk_size=size, address=address, max_bytes=max_bytes, source=source
-            )
-            if source is not None:
-                self._fetched[key] = work
-            (self._pool_for(key.name) if source is None else self._fetchers).give(work)
+            if (source := self._source(order.key)) is None:
+                self.workers.give(self._kind(order.key.name), order)
+            else:
+                self._fetched[order.key] = order = replace(order, source=source)
+                self.workers.give(FETCHER, order)
         self._per_s = self._use_per_s()
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._resident_bytes())
 
     def resume(self) -> None:
         """Tries again what could not be done; to be called now and then, before `work`."""
-        for pool in self.pools:
-            reads_on = pool in self._streams.values()
-            pool.resume(end_idle=self._setup.is_adaptive and not reads_on)
-        if self._setup.is_adaptive:
-            self._num_wanted = min(self._num_wanted, max(1, self.pool.num_running))
+        is_adaptive = self._setup.is_adaptive
+        # Who reads a stream is not ended: another one would have to begin at its start.
+        self.workers.resume(ending=(MAKER, FETCHER) if is_adaptive else ())
+        if is_adaptive:
+            self._num_wanted = min(self._num_wanted, max(1, self.workers.num_running(MAKER)))
 
     def close(self) -> None:
         """Ends the preprocessors, and frees all memory."""
-        for pool in self.pools:
-            pool.close()
+        self.workers.close()
         self.close_files()
 
     def close_files(self) -> None:
@@ -201,14 +185,9 @@ class Making:
         self._decoded.close()
         self.arena.close()
 
-    def close_in_child(self) -> None:
-        """Closes what any forked child inherited."""
-        for pool in self.pools:
-            for port in pool.ports:
-                port.close_in_child()
-
-    def _pool_for(self, name: str) -> Workers:
-        return self._streams.get(name, self.pool)
+    def _kind(self, name: str) -> Kind:
+        """Who makes the chunks of a data set."""
+        return self._streams.get(name, MAKER)
 
     def _source(self, key: ChunkKey) -> Peer | None:
         """Whom to ask for a chunk; None if it is to be made here.
@@ -221,7 +200,9 @@ class Making:
         return self._peers.source(key)
 
     def _can_fetch(self) -> bool:
-        if self._peers is None or not (self._peers.plan.is_shared and self._fetchers.has_room()):
+        if self._peers is None or not (
+            self._peers.plan.is_shared and self.workers.has_room(FETCHER)
+        ):
             return False
         taken = sum(work.max_bytes for work in self._fetched.values())
         return taken < FETCHED_SHARE * self._space.nbytes
@@ -232,7 +213,7 @@ class Making:
         if key.owner is not None and most and self.scheduler.num_making(key.owner) >= most:
             return False
         is_made_here = self._source(key) is None
-        return self._pool_for(key.name).has_room() if is_made_here else self._can_fetch()
+        return self.workers.has_room(self._kind(key.name)) if is_made_here else self._can_fetch()
 
     def _count_time(self) -> None:
         """Adds the time since the last event; when nobody reads, it does not count."""
@@ -242,13 +223,11 @@ class Making:
 
     def _use_per_s(self) -> PipelineUse:
         """What is so until the next event."""
-        scheduler, num_measuring, now_s = self.scheduler, len(self._measuring), self._clock()
+        scheduler, num_measuring = self.scheduler, len(self._measuring)
         if not (reading := len(scheduler.passes) + num_measuring):
             return PipelineUse()
-        if now_s - self._looked_s >= _LOOK_S:
-            self._ready, self._looked_s = scheduler.num_ready(), now_s
-        running = sum(pool.num_running for pool in self._makers)
-        busy = sum(pool.num_busy for pool in self._makers)
+        running = sum(map(self.workers.num_running, self._makers))
+        busy = sum(map(self.workers.num_busy, self._makers))
         return PipelineUse(
             active_s=1,
             running_s=running,
@@ -256,8 +235,6 @@ class Making:
             blocked_s=running - busy if scheduler.is_blocked else 0,
             reading_s=reading,
             stalled_s=len(scheduler.stalled) + num_measuring,
-            ready_s=self._ready[0],
-            window_s=self._ready[1],
         )
 
     def _staff(self) -> None:
@@ -267,7 +244,7 @@ class Making:
         """
         self._count_time()
         use, since = self.counts.use, self.counts.use.since(self._judged)
-        if self.pool.has_fresh:
+        if self.workers.has_fresh(MAKER):
             self._judged = use
         elif self._setup.is_adaptive and since.active_s >= STAFFING_S:
             self._judged = use
@@ -302,17 +279,14 @@ class Making:
         match message:
             case SampleMeasured():
                 self._measured(message)
-            case ChunkFetched(key=key, nbytes=nbytes):
-                size = self.scheduler.sizes[key.name]
-                begin = key.chunk * size.chunk_size
-                self.counts.num_received += min(size.chunk_size, size.num_samples - begin)
-                self._settle(key)
-                self.scheduler.produced(key, nbytes)
             case ChunkNotFetched(key=key, is_gone=is_gone):
                 self._not_fetched(key, is_gone=is_gone)
             case ChunkProduced(key=key):
-                self._settle(key)
-                self._produced(message)
+                if self._settle(key):
+                    self.counts.num_received += message.num_samples
+                else:
+                    self._count(message)
+                self.scheduler.produced(key, message.nbytes)
             case ChunkOutgrew(key=key, nbytes=nbytes):
                 self._settle(key)
                 self.scheduler.outgrew(key, nbytes)
@@ -322,9 +296,10 @@ class Making:
             case _:
                 raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
 
-    def _settle(self, key: ChunkKey) -> None:
+    def _settle(self, key: ChunkKey) -> bool:
+        """Nobody is at a chunk any more; returns whether it was asked of another node."""
         self._unfetched.discard(key)
-        self._fetched.pop(key, None)
+        return self._fetched.pop(key, None) is not None
 
     def _not_fetched(self, key: ChunkKey, *, is_gone: bool = False) -> None:
         """Its owner has refused, or we died over it here, or it ``is_gone``, or slow."""
@@ -352,7 +327,7 @@ class Making:
             num_samples=dataset.num_samples, chunk_size=size, chunk_bytes=content
         )
 
-    def _produced(self, message: ChunkProduced) -> None:
+    def _count(self, message: ChunkProduced) -> None:
         key, counts = message.key, self.counts
         counts.preprocessed += message.num_samples
         counts.busy_s += message.busy_s
@@ -367,7 +342,6 @@ class Making:
         if self._decoded.is_full and self._decoded.serves(key.name):
             self.notices.decoded_full(key.name, partial(self._decoded.kept_share, key.name))
         self._staff()
-        self.scheduler.produced(key, message.nbytes)
 
     def _was_made(self, key: ChunkKey) -> bool:
         """Whether a chunk had been made before; notes that it is now."""

@@ -19,6 +19,7 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ChunkFailed,
     ChunkReady,
     PassId,
+    ProduceChunk,
     ReleaseChunks,
 )
 from optuna_fleet.pipeline.server.epochs import (
@@ -28,14 +29,13 @@ from optuna_fleet.pipeline.server.epochs import (
     IDLE,
     MAKING,
     Epoch,
-    Order,
     Pass,
     Size,
+    Space,
     nearest_absent,
-    num_ready,
+    pages,
     upcoming_absent,
 )
-from optuna_fleet.pipeline.server.space import Space, pages
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 MAX_DEATHS = 3
@@ -65,7 +65,7 @@ class Scheduler:
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
         passes: Those that are open.
-        stalled: Those that can't go on without a chunk that is not there.
+        stalled: Those that can't go on without a chunk that is not there, the longest first.
         sizes: How data sets are cut, by name, once that is known.
         num_dropped: How many chunks made room for others.
         lent_bytes: Bytes that passes hold.
@@ -85,20 +85,12 @@ class Scheduler:
         self._lent: set[tuple[int, int]] = set()
         self._idle_bytes = 0
         self.is_blocked = False
-        # Dictionaries without values are sets with an order here.
-        self._urgent: dict[tuple[Epoch, int], None] = {}  # chunks that passes wait for
-        self._ahead: dict[tuple[Epoch, int], None] = {}  # others that were asked for
-        self.stalled: set[Pass] = set()
-        self._holding: dict[Pass, None] = {}  # and not yet asked to give back
+        self.stalled: dict[Pass, None] = {}
 
     def num_making(self, owner: int) -> int:
         """How many chunks are being made for one owner alone."""
         epochs = self._epochs.values()
         return sum(each.status.count(MAKING) for each in epochs if each.key.owner == owner)
-
-    def num_ready(self) -> tuple[int, int]:
-        """Returns how many chunks are there ahead of the passes, and how many could be."""
-        return num_ready(self.passes.values(), self._window)
 
     # Passes
 
@@ -129,36 +121,25 @@ class Scheduler:
             return
         if status[chunk] == FAILED:
             status[chunk] = ABSENT
-        at = reader.epoch, chunk
         reader.wanted[chunk] = urgent or reader.wanted.get(chunk, False)
         if urgent:
-            self.stalled.add(reader)
-            self._ahead.pop(at, None)
-            self._urgent[at] = None
-        elif at not in self._urgent:
-            self._ahead[at] = None
+            self.stalled.setdefault(reader)
 
     def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
         reader = self.passes[pass_id]
         for chunk in reader.held.intersection(chunks):
             self._take_back(reader, chunk)
-            self._holding[reader] = None  # it may be asked again for those it still has
-        if not reader.held:
-            self._holding.pop(reader, None)
+            reader.is_recalled = False  # it may be asked again for those it still has
 
     def close_pass(self, pass_id: PassId) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go."""
         reader = self.passes.pop(pass_id)
         epoch = reader.epoch
         del epoch.passes[pass_id]
-        self.stalled.discard(reader)
-        self._holding.pop(reader, None)
+        self.stalled.pop(reader, None)
         for chunk in [*reader.held]:
             self._take_back(reader, chunk)
-        for chunk in reader.wanted:
-            if not any(chunk in each.wanted for each in epoch.passes.values()):
-                self._unqueue(epoch, chunk)
         if epoch.key.owner is not None and not epoch.passes:
             while (chunk := epoch.status.find(IDLE)) >= 0:
                 self._drop(epoch, chunk)
@@ -166,7 +147,7 @@ class Scheduler:
 
     # What is made
 
-    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
+    def assign(self, accept: Callable[[ChunkKey], bool] = lambda key: True) -> ProduceChunk | None:
         """Returns what to make next, where room was made for it; None if there is nothing.
 
         Chunks that passes wait for come first, then those requested ahead, then the windows,
@@ -174,11 +155,11 @@ class Scheduler:
         there yet, so they would be the next to go.
 
         Args:
-            accept: Whether somebody is free for this chunk now; None if for any.
+            accept: Whether somebody is free for this chunk now.
         """
         self.is_blocked = False
         for key, urgent in self._candidates():
-            if accept is not None and not accept(key):
+            if not accept(key):
                 continue
             nbytes = self.order_bytes(key.name)
             if nbytes > self._space.nbytes:
@@ -193,7 +174,7 @@ class Scheduler:
                 self._recall()
             return None
         for key in upcoming_absent(self.passes.values(), self._epochs, self._window):
-            if accept is None or accept(key):
+            if accept(key):
                 nbytes = self.order_bytes(key.name)
                 address = self._space.allocate(nbytes)
                 return None if address is None else self._order(key, nbytes, address)
@@ -266,18 +247,20 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
         """What is absent and wanted, and whether somebody waits for it; the first comes first."""
-        for asked, urgent in ((self._urgent, True), (self._ahead, False)):
-            for epoch, chunk in [*asked]:
-                if epoch.status[chunk] == ABSENT:
-                    yield epoch.chunk(chunk), urgent
+        for readers, is_stalled in ((self.stalled, True), (self.passes.values(), False)):
+            for reader in [*readers]:
+                for chunk, urgent in [*reader.wanted.items()]:
+                    if urgent == is_stalled and reader.epoch.status[chunk] == ABSENT:
+                        yield reader.epoch.chunk(chunk), urgent
         for key in nearest_absent(self.passes.values(), self._window):
             yield key, False
 
-    def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
+    def _order(self, key: ChunkKey, nbytes: int, address: int) -> ProduceChunk:
         epoch = self._epoch(key.of_epoch)
         epoch.status[key.chunk] = MAKING
         epoch.places[key.chunk] = address, nbytes
-        return Order(key, address, nbytes)
+        size = self.sizes[key.name].chunk_size
+        return ProduceChunk(key=key, chunk_size=size, address=address, max_bytes=nbytes)
 
     def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
         epoch = self._epoch(key.of_epoch)
@@ -290,15 +273,12 @@ class Scheduler:
 
     def _answered(self, epoch: Epoch, chunk: int) -> list[tuple[Pass, bool]]:
         """Nobody need wait for a chunk any more; returns who did, and whether for it alone."""
-        self._unqueue(epoch, chunk)
         waited = [each for each in epoch.passes.values() if chunk in each.wanted]
         found = [(each, each.wanted.pop(chunk)) for each in waited]
-        self.stalled.difference_update(e for e in waited if not any(e.wanted.values()))
+        for each in waited:
+            if not any(each.wanted.values()):
+                self.stalled.pop(each, None)
         return found
-
-    def _unqueue(self, epoch: Epoch, chunk: int) -> None:
-        self._urgent.pop((epoch, chunk), None)
-        self._ahead.pop((epoch, chunk), None)
 
     # Lending
 
@@ -313,18 +293,15 @@ class Scheduler:
             self.lent_bytes += place[1]
             self._lent.add(place)
         if not reader.held:
-            self._holding[reader] = None
+            reader.is_recalled = False
         reader.held.add(chunk)
-        epoch.holders[chunk] += 1
         to, number = reader.pass_id
         self.outbox.append((to, ChunkReady(number, chunk, *place, brief)))
 
     def _take_back(self, reader: Pass, chunk: int) -> None:
         epoch = reader.epoch
         reader.held.discard(chunk)
-        epoch.holders[chunk] -= 1
-        if not epoch.holders[chunk]:
-            del epoch.holders[chunk]
+        if not any(chunk in each.held for each in epoch.passes.values()):
             place = epoch.places[chunk]
             epoch.status[chunk] = IDLE
             self._lent.remove(place)
@@ -347,9 +324,10 @@ class Scheduler:
 
     def _recall(self) -> None:
         """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
-        for reader_id, number in (each.pass_id for each in self._holding):
-            self.outbox.append((reader_id, ReleaseChunks(pass_id=number)))
-        self._holding.clear()
+        for (reader_id, number), reader in self.passes.items():
+            if reader.held and not reader.is_recalled:
+                reader.is_recalled = True
+                self.outbox.append((reader_id, ReleaseChunks(pass_id=number)))
 
     # Dropping
 

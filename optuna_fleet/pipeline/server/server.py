@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import time
@@ -23,7 +24,7 @@ from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import EpochKey
 from optuna_fleet.pipeline.stats import PipelineStats
-from optuna_fleet.pipeline.wire import Port
+from optuna_fleet.pipeline.wire import Port, ports
 
 _MOST_AHEAD = 16
 """Chunks that a reader may ask for before it needs them, if they are small."""
@@ -75,7 +76,8 @@ class PipelineServer:
             on_close=lambda: self.remove_reader(reader_id),
         )
         arena = self._making.arena
-        channel.send(ArenaOpened(nbytes=arena.nbytes), [arena.descriptor])
+        path = f"/proc/{os.getpid()}/fd/{arena.descriptor}"
+        channel.send(ArenaOpened(path=path, nbytes=arena.nbytes))
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""
@@ -88,18 +90,16 @@ class PipelineServer:
                 self._end_pass(pass_id)
         self._work()
 
-    def child_died(self, pid: int) -> bool:
-        """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
-        known = [pool.child_died(pid) for pool in self._making.pools]
-        return any(known)
+    def child_died(self, pid: int) -> None:
+        """Tells that a child was reaped, which may be a preprocessor of this server."""
+        self._making.workers.child_died(pid)
 
     def kill_stuck(self, limit_s: float) -> None:
         """Ends preprocessors that have worked on one sample for so many seconds.
 
         Three that got stuck in a chunk make it an error.
         """
-        for pool in self._making.pools:
-            pool.kill_stuck(limit_s)
+        self._making.workers.kill_stuck(limit_s)
 
     def resume(self) -> None:
         """Tries again what could not be done for want of processes, memory or descriptors.
@@ -109,15 +109,15 @@ class PipelineServer:
         """
         self._making.resume()
         self._work()
-        for channel in self._readers.values():
-            channel.resume()
+        for port in ports(self._selector):
+            port.resume()
         while notices := self._making.notices.outbox:
             self._notify(notices.pop(0))
 
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""
-        return tuple(pid for pool in self._making.pools for pid in pool.pids)
+        return self._making.workers.pids
 
     def num_stalled(self) -> int:
         """Returns how many passes wait for data, or for their first answer."""
@@ -146,9 +146,8 @@ class PipelineServer:
         self._making.close_files()
 
     def _close_in_preprocessor(self) -> None:
-        self._making.close_in_child()
-        for channel in self._readers.values():
-            channel.close_in_child()
+        for port in ports(self._selector):
+            port.close_in_child()
 
     # From trainers
 

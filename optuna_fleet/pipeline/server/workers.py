@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -22,6 +22,12 @@ end: either side learns of the other's death by the end of the stream."""
 
 Work = MeasureSample | ProduceChunk
 
+Kind = tuple[str, str]
+"""What a process is for: any chunk, the chunks of one stream, or those of other nodes."""
+
+MAKER: Kind = ("maker", "")
+FETCHER: Kind = ("fetcher", "")
+
 IDLE_S = 60.0
 """A preprocessor that was idle for so long is ended, where there are as many as are needed."""
 
@@ -32,6 +38,7 @@ _RETRY_AFTER_S = 1.0
 class _Worker:
     """``since`` it got its work, was done with the last, or said that it works."""
 
+    kind: Kind
     pid: int
     port: Port
     since: float
@@ -46,10 +53,10 @@ class _Worker:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Workers:
-    """At most ``limit()`` processes, each with at most one chunk to work on.
+    """At most ``limit(kind)`` processes of a kind, each with at most one chunk to work on.
 
     Attributes:
-        limit: How many there may be now.
+        limit: How many of a kind there may be now.
         spawn: Starts one that runs ``main``.
         on_message: Called with what one says.
         on_lost: Called with what a dead one worked on, or None.
@@ -58,7 +65,7 @@ class Workers:
         num_lost: How many died.
     """
 
-    limit: Callable[[], int]
+    limit: Callable[[Kind], int]
     spawn: Spawn
     main: Callable[[socket.socket], None]
     selector: selectors.BaseSelector
@@ -69,8 +76,7 @@ class Workers:
     clock: Callable[[], float] = time.monotonic
     num_lost: int = 0
     _workers: dict[int, _Worker] = field(default_factory=dict)
-    _ending: set[int] = field(default_factory=set)
-    _waiting: deque[Work] = field(default_factory=deque)
+    _waiting: deque[tuple[Kind, Work]] = field(default_factory=deque)
     _retry_s: float = 0.0
 
     @property
@@ -78,50 +84,41 @@ class Workers:
         """Pids of those that run."""
         return tuple(self._workers)
 
-    @property
-    def num_running(self) -> int:
-        """Number of those that run."""
-        return len(self._workers)
+    def num_running(self, kind: Kind) -> int:
+        """Returns how many of a kind run."""
+        return sum(worker.kind == kind for worker in self._workers.values())
 
-    @property
-    def ports(self) -> tuple[Port, ...]:
-        """Our ends of their sockets."""
-        return tuple(worker.port for worker in self._workers.values())
+    def num_busy(self, kind: Kind) -> int:
+        """Returns how many chunks are worked on, or would be if a process could be started."""
+        busy = sum(each.kind == kind and not each.is_idle for each in self._workers.values())
+        return busy + sum(waiting == kind for waiting, _ in self._waiting)
 
-    @property
-    def num_busy(self) -> int:
-        """Number of chunks that are worked on, or would be if a process could be started."""
-        return len(self._waiting) + sum(not each.is_idle for each in self._workers.values())
+    def has_fresh(self, kind: Kind) -> bool:
+        """Returns whether some have yet to finish their first chunk: they load the data sets."""
+        return any(each.is_fresh and each.kind == kind for each in self._workers.values())
 
-    @property
-    def has_fresh(self) -> bool:
-        """Whether some have yet to finish their first chunk: they still load the data sets."""
-        return any(worker.is_fresh for worker in self._workers.values())
-
-    def has_room(self) -> bool:
+    def has_room(self, kind: Kind) -> bool:
         """Returns whether one more chunk could be worked on."""
-        return self.num_busy < self.limit()
+        return self.num_busy(kind) < self.limit(kind)
 
-    def give(self, work: Work) -> None:
+    def give(self, kind: Kind, work: Work) -> None:
         """Hands work to an idle one, or to a new one; call only if there is room."""
-        self._waiting.append(work)
+        self._waiting.append((kind, work))
         self._hand_out()
         if self._waiting:
             self._start_for_waiting()
 
-    def resume(self, *, end_idle: bool) -> None:
-        """Tries again what could not be done; ends those who have been idle for long.
+    def resume(self, *, ending: Collection[Kind]) -> None:
+        """Tries again what could not be done; ends those of some kinds who were idle for long.
 
         To be called now and then: nothing tells when that is over.
         """
         if self._waiting and self.clock() >= self._retry_s:
             self._start_for_waiting()
-        for port in self.ports:
-            port.resume()
-        for worker in self._idle() if end_idle else ():
-            if self.clock() - worker.since >= IDLE_S:
+        for worker in [*self._workers.values()]:
+            is_over = worker.is_idle and self.clock() - worker.since >= IDLE_S
+            if is_over and worker.kind in ending:
                 worker.port.close()  # it exits when it notices
-                self._ending.add(worker.pid)
                 del self._workers[worker.pid]
 
     def kill_stuck(self, limit_s: float) -> None:
@@ -136,49 +133,41 @@ class Workers:
                 _kill(worker)
                 worker.since = self.clock()  # once is enough
 
-    def child_died(self, pid: int) -> bool:
-        """Tells that a child was reaped; returns whether it was one of these."""
-        worker = self._workers.get(pid)
-        if worker is None:
-            known = pid in self._ending
-            self._ending.discard(pid)
-            return known
+    def child_died(self, pid: int) -> None:
+        """Tells that a child was reaped, which may be one of these."""
+        if (worker := self._workers.get(pid)) is None:
+            return
         worker.port.drain()  # perhaps it finished a chunk before it died
         worker.port.close()
         del self._workers[pid]
         self.num_lost += 1
         self.on_lost(worker.work)
-        return True
 
     def close(self) -> None:
         """Closes the sockets; processes exit when they notice."""
-        for port in self.ports:
-            port.close()
-        self._ending.update(self._workers)
+        for worker in self._workers.values():
+            worker.port.close()
         self._workers.clear()
 
-    def _idle(self) -> list[_Worker]:
-        """The one that was at work last is the next to be."""
-        idle = (worker for worker in self._workers.values() if worker.is_idle)
-        return sorted(idle, key=lambda worker: worker.since)
-
     def _hand_out(self) -> None:
-        idle = self._idle() if self._waiting else []
-        while self._waiting and idle:
-            worker, work = idle.pop(), self._waiting.popleft()
-            worker.work, worker.since = work, self.clock()
-            worker.port.send(work)
+        """The one that was at work last is the next to be."""
+        for kind, work in [*self._waiting]:
+            idle = (each for each in self._workers.values() if each.kind == kind and each.is_idle)
+            if worker := max(idle, key=lambda each: each.since, default=None):
+                self._waiting.remove((kind, work))
+                worker.work, worker.since = work, self.clock()
+                worker.port.send(work)
 
     def _start_for_waiting(self) -> None:
         try:
             while self._waiting:
-                self._start()
+                self._start(self._waiting[0][0])
                 self._hand_out()
         except OSError as error:
             self._retry_s = self.clock() + _RETRY_AFTER_S
             self.on_unstarted(error)
 
-    def _start(self) -> None:
+    def _start(self, kind: Kind) -> None:
         pid, sock = self.spawn(self.main)
         port = Port(
             sock,
@@ -186,7 +175,7 @@ class Workers:
             on_message=lambda message: self._received(worker, message),
             on_close=lambda: self._cut_off(worker),
         )
-        worker = self._workers[pid] = _Worker(pid, port, self.clock())
+        worker = self._workers[pid] = _Worker(kind, pid, port, self.clock())
 
     def _received(self, worker: _Worker, message: object) -> None:
         if isinstance(message, AtWork):

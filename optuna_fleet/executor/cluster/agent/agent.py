@@ -230,8 +230,6 @@ class Agent:
             os.close(self._objective)
         if self._pipeline is not None:
             self._pipeline.close_in_child()
-        if self._sharing is not None:
-            self._sharing.close_in_child()
 
     def _exited(self, pid: int, exit_code: int) -> None:
         if (index := self._device_of(pid)) is not None:

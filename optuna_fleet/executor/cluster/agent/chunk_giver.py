@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from optuna_fleet.executor.cluster.agent.children import Kept
-from optuna_fleet.pipeline.exchange import Peer, Peers, Plan
+from optuna_fleet.pipeline.exchange import Giver, Peer, Peers, Plan
 from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.wire import Port, send
@@ -74,8 +74,6 @@ class Sharing:
         return spawned
 
     def _give(self, sock: socket.socket, news: socket.socket) -> None:
-        from optuna_fleet.pipeline.giver import Giver  # needs torch, as all readers do
-
         giver = Giver(self.peers, sock, news, look_ahead=self.look_ahead)
         inbox = Inbox()
         listener = Listener(inbox, self.host, self.peers.credentials, giver.welcome)
@@ -102,8 +100,3 @@ class Sharing:
         self.process.pid = self._news = None
         self.server.remove_reader(_READER)
         return True
-
-    def close_in_child(self) -> None:
-        """Close what a forked child inherited."""
-        if self._news is not None:
-            self._news.close_in_child()
