@@ -76,10 +76,10 @@ def test_what_else_becomes_of_the_fleet_is_told_at_once_and_in_order() -> None:
 def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
     launch = Launch(run_id=1, number=1, devices=(0, 1, 2), probe=False, measure=False, round=1)
     run = RunRecord(launch=launch, start=0.0, calls=RunCalls(world_size=3))
-    parts = mock.MagicMock(runs={1: run})
-    receiver = Receiver(parts)
+    sweep = mock.MagicMock(runs={1: run})
+    receiver = Receiver(sweep, mock.MagicMock(), mock.MagicMock())
     for rank in range(3):
         receiver.take(Ended(run_id=1, rank=rank, device=rank, time_s=0.0, ending=Ending.YIELDED))
-    (call,) = parts.later_of.call_args_list
+    (call,) = sweep.later_of.call_args_list
     seconds, of_run, act = call.args
     assert (seconds, of_run, act(run)) == (GATHER_S, run, [RunLingers(run_id=1)])
