@@ -11,9 +11,8 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.executor.call.journal import DeviceLog
+from optuna_fleet.executor.call.journal import MIN_SPAN_S, DeviceLog, PipelineLog, Tally
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.tally import MIN_SPAN_S, PipelineLog, Tally
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat

@@ -41,18 +41,11 @@ class CallHandler:
         self._is_sampling = False
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def take(self, run: RunRecord, call: RankCall) -> EndEpoch | None:
-        """Take a call and answer it; or return one that asks what to do after an epoch."""
-        run.calls.take(call)
-        return self._carry_out(run)
+    def carry_out(self, run: RunRecord) -> EndEpoch | None:
+        """Carry out and answer those of rank 0's calls that wait for no other rank.
 
-    def leave(self, run: RunRecord, rank: int) -> None:
-        """A rank has left the objective: it makes no more calls that others wait for."""
-        run.calls.leave(rank)
-        self._carry_out(run)
-
-    def _carry_out(self, run: RunRecord) -> EndEpoch | None:
-        """Carry out those of rank 0's calls that wait for no other rank."""
+        Return the one that asks what to do after an epoch, if it is among them.
+        """
         ended, calls = None, run.calls
         while calls.queue and (call := calls.next_call()) is not None:
             if isinstance(call, EndEpoch):
@@ -62,7 +55,8 @@ class CallHandler:
                 self._suggest()
             else:
                 calls.answer(call, self._carried_out(run, call))
-        self._send_replies(run)
+        if calls.replies:
+            self._send_replies(run)
         return ended
 
     def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:

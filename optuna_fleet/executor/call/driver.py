@@ -211,7 +211,7 @@ class Driver:
             sweep.waiting.remove(run)
         sweep.watchdog.ended(run)
         flight = run.flight(end=self._journal.now())
-        sweep.tally.landed(flight)
+        sweep.tally.flights.append(flight)
         sweep.ledger.records.flight(run.launch.number, flight)
         return run
 

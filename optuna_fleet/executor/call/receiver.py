@@ -153,7 +153,8 @@ class Receiver:
     def _called(self, run: RunRecord, call: RankCall) -> Sequence[Event]:
         sweep, news = self._sweep, list[Event]()
         run.has_met = True
-        if (ended := self._calls.take(run, call)) is not None:
+        run.calls.take(call)
+        if (ended := self._calls.carry_out(run)) is not None:
             news.append(self._evaluator.epoch_ended(run.launch.number, ended))
         if self._are_any_lost and isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
@@ -243,7 +244,8 @@ class Receiver:
     def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
         sweep, device = self._sweep, message.device
         run.end_rank(message)
-        self._calls.leave(run, message.rank)
+        run.calls.leave(message.rank)  # who waits for a call of it does so in vain
+        self._calls.carry_out(run)
         stop_lines.at_step(sweep, run, message.rank)
         launches.rank_ended(run, message)
         self._will_linger(run, GATHER_S)

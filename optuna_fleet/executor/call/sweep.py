@@ -12,10 +12,9 @@ from typing import Any
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Event
 from optuna_fleet.executor.call.call_progress import Progress
-from optuna_fleet.executor.call.journal import DeviceLog, Journal
+from optuna_fleet.executor.call.journal import DeviceLog, Journal, PipelineLog, Tally
 from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.tally import PipelineLog, Tally
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -84,7 +83,7 @@ class Sweep:
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
         self.progress = Progress.of(ledger, proposals)
         self.tally = Tally(began, ledger.records.decision)
-        self.journal = Journal(self.runs, self.devices, self.progress, self.tally)
+        self.journal = Journal(self.runs, self.devices.take, self.progress.take, self.tally.take)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(
             ledger.records.pipeline_span, runtime.reports.total, self.journal.now()

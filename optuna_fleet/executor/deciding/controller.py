@@ -63,6 +63,10 @@ from optuna_fleet.executor.deciding.state import State
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
 from optuna_fleet.preflight.verdict import Finding
 
+_NEWS = DeviceLost | DeviceLeaving | DeviceJoined | GrowthExpected
+_NEWS |= RateMeasured | WidthLimited | RunLingers
+"""What the last plan did not know of; what else may be news says so itself."""
+
 
 class Controller:
     """The state machine of one `optimize` call, on the devices that have joined.
@@ -90,7 +94,7 @@ class Controller:
     @property
     def round(self) -> int:
         """Number of plans that were carried out."""
-        return self._planner.round
+        return self._planner.rounds.number
 
     @property
     def finished(self) -> bool:
@@ -117,7 +121,11 @@ class Controller:
     def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
         if isinstance(event, RunEvent):
             run = self._state.runs.get(event.run_id)
-            return [] if run is None else self._take_of_run(run, event)
+            if run is None:  # what ended runs still say
+                return []
+            self._state.has_news |= isinstance(event, _NEWS)
+            return self._take_of_run(run, event)
+        self._state.has_news |= isinstance(event, _NEWS)
         match event:
             case DeviceLost():
                 return self._device_lost(event)
@@ -127,12 +135,10 @@ class Controller:
                 return self._device_leaving(event.device)
             case GrowthExpected():
                 self._state.may_grow = event.is_expected
-                self._state.has_news = True
             case DeviceJoined():
                 if self._state.devices.join(event.device):
-                    self._planner.end_round()
+                    self._planner.rounds.end()
                 self._state.join(event.device.index)
-                self._state.has_news = True
             case TrialProposed():
                 self._trial_proposed(event)
             case ProposalDelayed():
@@ -148,10 +154,10 @@ class Controller:
             case CheckEnded():
                 self._clearance.end(event.finding)
                 self._state.end_check()
-                self._planner.void()
+                self._state.void()
             case CheckAffordable():
                 self._clearance.is_affordable = True
-                self._planner.void()
+                self._state.void()
             case _:
                 assert_never(event)
         return []
@@ -159,14 +165,12 @@ class Controller:
     def _take_of_run(  # noqa: C901 - one arm per event
         self, run: Run, event: RunEvent
     ) -> list[Instruction]:
-        """What ended runs still say was dropped."""
         trial = self._state.trials[run.number]
         match event:
             case RankEnded():
                 return self._rank_ended(run, event)
             case RunLingers():
                 self._state.linger(run)
-                self._state.has_news = True
             case RunFailed():
                 return self._abort(run, Stage.FAILED)
             case DataRequested():
@@ -178,7 +182,7 @@ class Controller:
             case MoveRefused():
                 if run.stage is Stage.LEAVING:
                     run.become(Stage.FIXED)  # it may fail again, and that costs the others a plan
-                    self._planner.call_off()
+                    self._state.call_off()
             case MoveMeasured():
                 trial.rescale_s = event.seconds
                 self._state.moves_s.append(event.seconds)
@@ -206,17 +210,15 @@ class Controller:
     def _rate_measured(self, run: Run, trial: Trial, samples_per_s: float) -> None:
         assert trial.model is not None
         if self._profiles.measure(trial.model.structure, run.devices, samples_per_s):
-            self._planner.void()
+            self._state.void()
         run.measured = True
-        self._state.has_news = True
 
     def _width_limited(self, run: Run, trial: Trial, max_devices: int) -> list[Instruction]:
         was_known, trial.max_devices = trial.is_too_wide, max_devices
-        self._state.has_news = True
         promised = self._state.pending.get(run.number)
         if promised is not None and len(promised.devices) > max_devices:
             del self._state.pending[run.number]
-            self._planner.call_off()
+            self._state.call_off()
         return self._abort(run) if trial.is_too_wide and not was_known else []
 
     def _epoch_ended(self, run: Run, trial: Trial, event: EpochEnded) -> list[Instruction]:
@@ -269,14 +271,13 @@ class Controller:
             run.lost_with_node |= event.with_node or device in self._gone
             instructions = self._rank_ended(run, ended)
         if state.is_promised([device]):
-            self._planner.call_off()
+            self._state.call_off()
         return instructions
 
     def _device_leaving(self, device: int) -> list[Instruction]:
         self._state.leaving.add(device)
         if self._state.is_promised([device]):
-            self._planner.call_off()
-        self._state.has_news = True
+            self._state.call_off()
         run = self._state.run_on(device)
         if run is None or not self._problems.can_leave(self._state.trials[run.number]):
             return []
@@ -345,21 +346,21 @@ class Controller:
         most = self._state.policy.max_trials
         if most is not None and len(self._state.trials) >= most:
             return False
-        if self._state.num_without_run() < self._state.policy.lookahead:
+        if len(self._state.trials) - len(self._state.runs) < self._state.policy.lookahead:
             return True
         waiting = [t for t in self._state.waiting() if not self._problems.waits(t)]
         fits = any(map(self._problems.fits_fleet, waiting))
         if fits and not self._problems.are_last_to_come():
             return False
         # Those that wait for more devices to join leave these to others, up to a point.
-        return len(waiting) <= len(self._state.devices) and self._state.has_free()
+        return len(waiting) <= len(self._state.devices) and bool(self._state.free())
 
     def _give_back_unlaunched(self) -> list[Instruction]:
         """Once nothing more may start, give back to the study what was never launched."""
         unlaunched = [
             trial.number
             for trial in self._state.with_status(Status.PROPOSED)
-            if trial.run is None and not trial.was_launched
+            if not trial.was_launched
         ]
         for number in unlaunched:
             self._state.remove(number)

@@ -199,7 +199,7 @@ class Problems:
         """Devices by node and type, in ascending order: each is a node of the problem."""
         nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
         for device in sorted(usable):
-            nodes[self._devices.place_of(device)].append(device)
+            nodes[self._devices[device].node, self._devices[device].kind].append(device)
         return dict(sorted(nodes.items()))
 
     # -- where a trial is not started again -------------------------------------------------------
@@ -208,7 +208,7 @@ class Problems:
     # different trials, and costs none of them all of its restarts.
 
     def _shuns(self, trial: Trial, device: int) -> bool:
-        return self._devices.place_of(device)[0] in trial.lost_on
+        return self._devices[device].node in trial.lost_on
 
     def waits(self, trial: Trial) -> bool:
         """Whether it is started, on one device, only on a node that it was not lost on.
@@ -256,7 +256,7 @@ class Problems:
             number, theirs = pool[device], pool[other]
             if number == theirs or shuns(number, other) or shuns(theirs, device):
                 return False
-            return self._devices.kind_of(device) == self._devices.kind_of(other)
+            return self._devices[device].kind == self._devices[other].kind
 
         for device in list(pool):
             if shuns(pool[device], device):

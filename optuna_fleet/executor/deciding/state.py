@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 
@@ -22,8 +22,7 @@ class Presence:
     def __init__(self) -> None:
         self._known: dict[int, Device] = {}
         self._here: set[int] = set()
-        self._num_by_kind: Counter[str] = Counter()
-        self._sizes: dict[str, Counter[int]] = defaultdict(Counter)  # of nodes, by type
+        self._nums: dict[str, int] = {}  # by type; empty until it is asked for, as the next
         self._fewest: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def __len__(self) -> int:
@@ -32,48 +31,49 @@ class Presence:
     def __iter__(self) -> Iterator[int]:
         return iter(self._here)
 
+    def __getitem__(self, number: int) -> Device:
+        """A device that has joined at any time."""
+        return self._known[number]
+
     def join(self, device: Device) -> bool:
         """A device joins, for the first time or again; return whether there is one more now."""
         is_more = not self.leave(device.index)
         self._known[device.index] = device
         self._here.add(device.index)
-        self._count(device, 1)
         return is_more
 
     def leave(self, device: int) -> bool:
         """A device is gone; return whether that is news."""
-        if device not in self._here:
-            return False
-        self._here.remove(device)
-        self._count(self._known[device], -1)
-        return True
-
-    def _count(self, device: Device, change: int) -> None:
-        self._num_by_kind[device.kind] += change
-        self._sizes[device.kind][device.node] += change
-        self._fewest.clear()
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Device types, in ascending order."""
-        return tuple(sorted(kind for kind, number in self._num_by_kind.items() if number))
+        self._nums, self._fewest = {}, {}
+        is_here = device in self._here
+        self._here.discard(device)
+        return is_here
 
     @property
     def num_by_kind(self) -> dict[str, int]:
         """Number of devices of each type, in ascending order."""
-        return {kind: self._num_by_kind[kind] for kind in self.kinds}
+        if not self._nums:
+            self._nums = dict(sorted(self.num_of_each(self._here).items()))
+        return self._nums
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Device types, in ascending order."""
+        return tuple(self.num_by_kind)
 
     @property
     def widest(self) -> int:
         """Most devices of one type."""
-        return max(self._num_by_kind.values(), default=0)
+        return max(self.num_by_kind.values(), default=0)
 
     def fewest_nodes(self, kind: str, width: int) -> tuple[int, ...]:
         """On how few nodes 1, 2, ... devices of a type can be; 1 where there are not so many."""
         key = kind, width
         if key not in self._fewest:
-            sizes = sorted(filter(None, self._sizes[kind].values()), reverse=True)
-            nodes = [n for n, size in enumerate(sizes, 1) for _ in range(size)][:width]
+            here = (self._known[device] for device in self._here)
+            sizes = Counter(device.node for device in here if device.kind == kind)
+            largest_first = sorted(sizes.values(), reverse=True)
+            nodes = [n for n, size in enumerate(largest_first, 1) for _ in range(size)][:width]
             self._fewest[key] = (*nodes, *[1] * (width - len(nodes)))
         return self._fewest[key]
 
@@ -81,22 +81,14 @@ class Presence:
         """The nodes of devices that have joined at any time."""
         return frozenset(self._known[device].node for device in devices)
 
-    def kind_of(self, device: int) -> str:
-        """Type of a device that has joined at any time."""
-        return self._known[device].kind
-
     def num_of_each(self, devices: Iterable[int]) -> Counter[str]:
         """How many of these devices, which have joined at any time, are of each type."""
-        return Counter(map(self.kind_of, devices))
+        return Counter(self._known[device].kind for device in devices)
 
     def kind_of_all(self, devices: Iterable[int]) -> str:
         """Type of devices that have joined at any time, at least one; or `SEVERAL`."""
         kinds = self.num_of_each(devices)
         return SEVERAL if len(kinds) > 1 else next(iter(kinds))
-
-    def place_of(self, device: int) -> tuple[int, str]:
-        """Node and type of a device that has joined at any time."""
-        return self._known[device].node, self._known[device].kind
 
 
 class State:
@@ -161,10 +153,6 @@ class State:
         """Trials that wait, but for those that have a pending placement, eldest first."""
         return [t for t in self.with_status(Status.WAITING) if t.number not in self.pending]
 
-    def num_without_run(self) -> int:
-        """Number of trials without a run."""
-        return len(self.trials) - len(self.runs)
-
     def run_on(self, device: int) -> Run | None:
         """The run a device has, if it has not ended there."""
         return self._run_on.get(device)
@@ -174,15 +162,8 @@ class State:
 
         Not those of a run that will be over in a moment: one plan serves all of them.
         """
-        return sorted(self._free())
-
-    def has_free(self) -> bool:
-        """Whether `free` is not empty."""
-        return bool(self._free())
-
-    def _free(self) -> set[int]:
         ending = (run.left for run in self._ending.values())
-        return self.idle.difference(self.leaving, *self._reserved(), *ending)
+        return sorted(self.idle.difference(self.leaving, *self._reserved(), *ending))
 
     def has_to_leave(self, run: Run) -> bool:
         """Whether a run that trains is on devices that will be gone soon."""
@@ -232,12 +213,20 @@ class State:
         is_free = device in self.idle if run is None else run.is_ending
         return is_free and device not in self.leaving
 
+    def void(self) -> None:
+        """The last plan was made of wrong figures: make another at once."""
+        self.is_void = self.has_news = True
+
     def call_off(self) -> None:
-        """Drops what of the plans has not begun: who was not told to yield yet stays."""
+        """The last plans can't be carried out; another is made of what is left of them.
+
+        What of them has not begun is dropped: who was not told to yield yet stays.
+        """
         for run in self.runs.values():
             if run.stage is Stage.ASKED:
                 run.become(Stage.TRAINING)
         self.pending = {n: a for n, a in self.pending.items() if self.can_serve(a)}
+        self.void()
 
     def start_run(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
         """Starts a run of a trial on idle devices."""
