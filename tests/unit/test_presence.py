@@ -266,7 +266,7 @@ def test_one_plan_serves_all_who_leave_a_node_unless_one_takes_its_time(lingers:
         Interrupt(run_id=0),
         Interrupt(run_id=1),
     ]
-    sweep.controller._planner._rounds.number = 1  # a plan was carried out before
+    sweep.controller._planner.rounds.number = 1  # a plan was carried out before
     sweep.problems.clear()
     sweep.tell(joined(5, node=1), joined(6, node=1))
     sweep.tell(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
