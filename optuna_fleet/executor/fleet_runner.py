@@ -93,13 +93,7 @@ class FleetRunner:
         sweep = Sweep(
             *(runtime, loop.ledger, loop.proposals, job, retention, findings), began=began
         )
-        controller = Controller(
-            options.policy,
-            profiles=runtime.profiles,
-            run_ids=runtime.run_ids,
-            findings=findings.all,
-        )
-        driver = Driver(sweep, controller)
+        driver = Driver(sweep, self._new_controller(runtime, findings))
         try:
             with driver.interrupts:
                 driver.run()
@@ -115,6 +109,14 @@ class FleetRunner:
             del self  # see `FleetExecutor._run`
         if sweep.failure is not None:
             raise sweep.failure
+
+    def _new_controller(self, runtime: Runtime, findings: Findings) -> Controller:
+        return Controller(
+            self._options.policy,
+            profiles=runtime.profiles,
+            run_ids=runtime.run_ids,
+            findings=findings.all,
+        )
 
     def _findings_of(self, func: Callable[[Any], Any], loop: Loop) -> Findings:
         """What was found of the objective by checks: in this process, or by other ones."""
