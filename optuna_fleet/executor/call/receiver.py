@@ -70,7 +70,7 @@ class Joins:
 
     Args:
         are_starting: Whether others are on their way, for which trials that run can wait.
-        later: Has `due` asked so many seconds from now.
+        later: Has something asked so many seconds from now.
     """
 
     def __init__(
@@ -85,31 +85,23 @@ class Joins:
         self._held: list[Event] = []
         self._first = 0.0
 
-    def held_back(self, events: Sequence[Event], *, at_once: bool = False) -> list[Event]:
-        """What to tell now: nothing of devices that join; anything else comes after these.
+    def held_back(self, events: Sequence[Event] = (), *, at_once: bool = False) -> list[Event]:
+        """What to tell now: devices that have waited long enough; anything else comes after these.
 
         If no trial has run yet, all is told `at_once`.
         """
         is_first = not self._held
         self._held += events
-        if at_once or not all(isinstance(event, DeviceJoined) for event in events):
-            return self._all()
-        if is_first and self._held:
-            self._first = self._clock()
-            self._later(GATHER_S, self.due)
-            self._later(AWAIT_S, self.due)
-        return self.due()
-
-    def due(self) -> list[Event]:
-        """Devices that have waited long enough."""
-        waited_s = self._clock() - self._first
-        if waited_s < GATHER_S or (waited_s < AWAIT_S and self._are_starting()):
-            return []
-        return self._all()
-
-    def _all(self) -> list[Event]:
-        events, self._held = self._held, []
-        return events
+        if not at_once and all(isinstance(event, DeviceJoined) for event in self._held):
+            if is_first and events:
+                self._first = self._clock()
+                self._later(GATHER_S, self.held_back)
+                self._later(AWAIT_S, self.held_back)
+            waited_s = self._clock() - self._first
+            if waited_s < GATHER_S or (waited_s < AWAIT_S and self._are_starting()):
+                return []
+        told, self._held = self._held, []
+        return told
 
 
 class Receiver:
@@ -126,7 +118,6 @@ class Receiver:
         self._exclusion = sweep.runtime.exclusion
         self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, sweep.later)
         self._node_faults = NodeFaults()
-        self._are_any_lost = False  # else it makes no difference who gets on
         self._capacity = Capacity()
         self._may_grow: bool | None = None
         self._left_out: set[int] = set()
@@ -156,7 +147,7 @@ class Receiver:
         run.calls.take(call)
         if (ended := self._calls.carry_out(run)) is not None:
             news.append(self._evaluator.epoch_ended(run.launch.number, ended))
-        if self._are_any_lost and isinstance(call, Report | EndEpoch):
+        if self._node_faults.any_lost and isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
         if sweep.proposals.is_delayed:
             news += propose(sweep, again=True)
@@ -318,14 +309,12 @@ class Receiver:
         return news
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
-        self._are_any_lost = True
         self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
         nodes = {self._exclusion.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
-        self._are_any_lost = self._node_faults.any_lost
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:

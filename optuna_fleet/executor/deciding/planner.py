@@ -91,6 +91,10 @@ class Planner:
         self.rounds = Rounds(state.policy)
 
     @property
+    def _is_first(self) -> bool:
+        return self.rounds.number == 0
+
+    @property
     def takes_new(self) -> bool:
         """Whether devices that are free may be given to what is not of the present round."""
         return self._policy.paradigm != "global" or self.rounds.is_over(self._state.trials)
@@ -124,7 +128,7 @@ class Planner:
         """Ask for a plan, if there is reason to."""
         if not self._state.has_news:
             return []
-        candidates = self._candidates()
+        candidates = self._problems.candidates(is_first=self._is_first)
         instructions = self._go_on(candidates)
         if self._should_decide(candidates):
             instructions += self._decide(candidates)
@@ -165,10 +169,6 @@ class Planner:
             self.rounds.is_over(state.trials) and not self.rounds.awaits(self._unsettled())
         )
 
-    def _candidates(self) -> list[Trial]:
-        trials = self._problems.candidates(is_first=self.rounds.number == 0)
-        return [t for t in trials if t.run is not None or not self._problems.waits(t)]
-
     def _unsettled(self) -> set[int]:
         trials, runs = self._state.trials, self._state.runs.values()
         return {r.run_id for r in runs if not self._problems.is_settled(trials[r.number], r)}
@@ -185,13 +185,15 @@ class Planner:
         """Begin with the plan that was asked for."""
         self._state.is_deciding = False
         instructions: list[Instruction] = []
-        posed = self._posed()
-        assert self._state.problem is not None
-        is_held_back = self._problems.is_held_back(plan, self._state.problem)
-        if is_held_back or not self._clearance.is_kept(plan, posed):
+        problem, problems = self._state.problem, self._problems
+        assert problem is not None
+        # Whom it was asked about: others became candidates while it was made.
+        asked = {c.number for c in problem.candidates if c.movable}
+        posed = [t for t in problems.candidates(is_first=self._is_first) if t.number in asked]
+        if problems.is_held_back(plan, problem) or not self._clearance.is_kept(plan, posed):
             self._state.void()
             return instructions
-        plan = self._amended(plan, posed)
+        plan = problems.amended(plan, problem, posed)
         assignments = plan.assignments
         moved = []
         for trial in posed:
@@ -214,19 +216,6 @@ class Planner:
         self.rounds.begin(self._state.runs.values(), plan)
         plan = self._problems.explained(plan)
         return [StartRound(round=self.rounds.number, plan=plan, moves=moves), *instructions]
-
-    def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:
-        """What it starts is not to be where it was lost, if that can be."""
-        assert self._state.problem is not None
-        given = {device for a in plan.assignments.values() for device in a.devices}
-        starting = {trial.number: trial for trial in posed if trial.run is None}
-        return self._problems.amended(plan, starting, set(self._state.problem.devices) - given)
-
-    def _posed(self) -> list[Trial]:
-        """Whom the plan was asked about: others became candidates while it was made."""
-        assert self._state.problem is not None
-        posed = {c.number for c in self._state.problem.candidates if c.movable}
-        return [trial for trial in self._candidates() if trial.number in posed]
 
     def _promise(self, assignments: dict[int, Assignment]) -> None:
         """Let placements wait for their devices, if these are still what they were."""

@@ -74,7 +74,10 @@ class Problems:
             trial
             for trial in self._state.trials.values()
             if trial.number not in self._state.pending
-            and (trial.status is Status.WAITING or (flying and self.may_leave(trial)))
+            and (
+                (trial.status is Status.WAITING and not self.waits(trial))
+                or (flying and self.may_leave(trial))
+            )
         ]
 
     def may_leave(self, trial: Trial) -> bool:
@@ -228,15 +231,17 @@ class Problems:
             return None
         return device
 
-    def amended(self, plan: Plan, starting: Mapping[int, Trial], spare: Collection[int]) -> Plan:
+    def amended(self, plan: Plan, problem: AllocationProblem, posed: list[Trial]) -> Plan:
         """A plan in which fewer devices are of nodes that their trials were lost on.
 
-        They are exchanged between trials that it is `starting`, and for the `spare` ones that it
-        gives to nobody.
+        They are exchanged between trials that it starts, and for those that it gives to nobody.
         """
+        starting = {trial.number: trial for trial in posed if trial.run is None}
         if not any(trial.losses for trial in starting.values()):
             return plan
-        given = {n: a.devices for n, a in plan.assignments.items() if n in starting}
+        assignments = plan.assignments
+        spare = set(problem.devices).difference(*(a.devices for a in assignments.values()))
+        given = {n: a.devices for n, a in assignments.items() if n in starting}
         owners = {device: number for number, devices in given.items() for device in devices}
         self._exchange(pool := {**owners, **dict.fromkeys(spare)}, starting)
         now = {n: tuple(sorted(d for d, owner in pool.items() if owner == n)) for n in given}
