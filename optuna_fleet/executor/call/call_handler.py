@@ -41,13 +41,13 @@ class CallHandler:
         self._is_sampling = False
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def carry_out(self, run: RunRecord) -> EndEpoch | None:
-        """Carry out and answer those of rank 0's calls that wait for no other rank.
+    def carry_out(self, run: RunRecord, call: RankCall | None) -> EndEpoch | None:
+        """Carry out and answer a call of rank 0, and those after it that wait for no other rank.
 
         Return the one that asks what to do after an epoch, if it is among them.
         """
         ended, calls = None, run.calls
-        while calls.queue and (call := calls.next_call()) is not None:
+        while call is not None:
             if isinstance(call, EndEpoch):
                 run.pending_epoch = ended = call
             elif isinstance(call, Call) and call.is_suggestion:
@@ -55,6 +55,7 @@ class CallHandler:
                 self._suggest()
             else:
                 calls.answer(call, self._carried_out(run, call))
+            call = calls.next_call() if calls.queue else None
         if calls.replies:
             self._send_replies(run)
         return ended

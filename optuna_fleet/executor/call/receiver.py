@@ -144,10 +144,9 @@ class Receiver:
     def _called(self, run: RunRecord, call: RankCall) -> Sequence[Event]:
         sweep, news = self._sweep, list[Event]()
         run.has_met = True
-        run.calls.take(call)
-        if (ended := self._calls.carry_out(run)) is not None:
+        if (ended := self._calls.carry_out(run, run.calls.take(call))) is not None:
             news.append(self._evaluator.epoch_ended(run.launch.number, ended))
-        if self._node_faults.any_lost and isinstance(call, Report | EndEpoch):
+        if isinstance(call, Report | EndEpoch) and self._node_faults.any_lost:
             news += self._progressed(run, run.launch.devices)
         if sweep.proposals.is_delayed:
             news += propose(sweep, again=True)
@@ -236,7 +235,7 @@ class Receiver:
         sweep, device = self._sweep, message.device
         run.end_rank(message)
         run.calls.leave(message.rank)  # who waits for a call of it does so in vain
-        self._calls.carry_out(run)
+        self._calls.carry_out(run, run.calls.next_call())
         stop_lines.at_step(sweep, run, message.rank)
         launches.rank_ended(run, message)
         self._will_linger(run, GATHER_S)
