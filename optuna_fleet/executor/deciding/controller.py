@@ -20,6 +20,7 @@ from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
+    BeginCheck,
     CheckAffordable,
     CheckEnded,
     CheckpointSaved,
@@ -229,7 +230,9 @@ class Controller:
         decision, devices = EpochDecision.GO, tuple[int, ...]()
         if event.converged:
             decision = EpochDecision.STOP
-        elif run.is_moving or self._state.has_to_leave(run):
+        elif run.is_moving or (
+            run.stage is Stage.TRAINING and not self._state.leaving.isdisjoint(run.devices)
+        ):
             decision, devices = EpochDecision.YIELD, self._state.next_devices(run)
             if run.stage is not Stage.LEAVING:
                 run.become(Stage.LEAVING)
@@ -264,21 +267,21 @@ class Controller:
         state.lose(device)
         self._state.has_news = True
         instructions: list[Instruction] = []
-        if (run := state.run_on(device)) is not None:
+        if (run := state.run_on.get(device)) is not None:
             # By order, but meant for the run before this one: lost all the same.
             ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
             ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
             run.lost_with_node |= event.with_node or device in self._gone
             instructions = self._rank_ended(run, ended)
-        if state.is_promised([device]):
+        if device in state.promised:
             self._state.call_off()
         return instructions
 
     def _device_leaving(self, device: int) -> list[Instruction]:
         self._state.leaving.add(device)
-        if self._state.is_promised([device]):
+        if device in self._state.promised:
             self._state.call_off()
-        run = self._state.run_on(device)
+        run = self._state.run_on.get(device)
         if run is None or not self._problems.can_leave(self._state.trials[run.number]):
             return []
         run.clears = True
@@ -338,7 +341,12 @@ class Controller:
         if not free or len(self._state.devices) < 2:
             return []
         trial = self._clearance.take(trials, looks_ahead=self._state.policy.looks_ahead)
-        return [] if trial is None else [self._state.begin_check(trial, free[0])]
+        if trial is None:
+            return []
+        assert trial.model is not None
+        self._state.checked_on = free[0]
+        self._state.idle.remove(free[0])
+        return [BeginCheck(number=trial.number, device=free[0], traits=trial.model.traits)]
 
     def _may_propose(self) -> bool:
         if self._state.is_proposing or self._state.is_delayed or not self._planner.takes_new:

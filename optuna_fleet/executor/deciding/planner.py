@@ -32,13 +32,14 @@ class Rounds:
 
     Attributes:
         number: Of the present round; 0 before the first plan.
+        awaited: Runs that are measured, since the round has ended; None until that is asked.
     """
 
     def __init__(self, policy: PolicyRules) -> None:
         self.number = 0
         self._policy = policy
         self._widths: dict[int, int] = {}
-        self._awaited: set[int] | None = None
+        self.awaited: set[int] | None = None
 
     def begin(self, runs: Iterable[Run], plan: Plan) -> None:
         """A plan is about to be carried out."""
@@ -68,12 +69,8 @@ class Rounds:
 
         Only those under way when the round ended: where trials are short, there is always some.
         """
-        self._awaited = unsettled if self._awaited is None else self._awaited & unsettled
-        return bool(self._awaited)
-
-    def decide(self) -> None:
-        """A plan is asked for."""
-        self._awaited = None
+        self.awaited = unsettled if self.awaited is None else self.awaited & unsettled
+        return bool(self.awaited)
 
 
 class Planner:
@@ -122,7 +119,7 @@ class Planner:
         problem = self._state.problem
         if problem is not None and run.number in problem.by_number:
             return run.is_moving and set(run.devices).issubset(problem.devices)
-        return run.number in self._state.pending and self._state.is_promised(run.devices)
+        return run.number in self._state.pending and self._state.promised.issuperset(run.devices)
 
     def ask(self) -> list[Instruction]:
         """Ask for a plan, if there is reason to."""
@@ -130,9 +127,15 @@ class Planner:
             return []
         candidates = self._problems.candidates(is_first=self._is_first)
         instructions = self._go_on(candidates)
-        if self._should_decide(candidates):
-            instructions += self._decide(candidates)
-        return instructions
+        if not self._should_decide(candidates):
+            return instructions
+        state = self._state
+        state.is_deciding, state.has_news, state.is_void = True, False, False
+        self.rounds.awaited = None
+        state.problem = self._problems.build(candidates)
+        for run in state.runs.values():
+            run.is_between_epochs = run.stage is Stage.AT_REST
+        return [*instructions, Allocate(problem=state.problem)]
 
     def _go_on(self, candidates: list[Trial]) -> list[Instruction]:
         """Who rests goes on if no plan may move it, because of a check, or has a choice."""
@@ -172,14 +175,6 @@ class Planner:
     def _unsettled(self) -> set[int]:
         trials, runs = self._state.trials, self._state.runs.values()
         return {r.run_id for r in runs if not self._problems.is_settled(trials[r.number], r)}
-
-    def _decide(self, candidates: list[Trial]) -> list[Instruction]:
-        self._state.is_deciding, self._state.has_news, self._state.is_void = True, False, False
-        self.rounds.decide()
-        self._state.problem = self._problems.build(candidates)
-        for run in self._state.runs.values():
-            run.is_between_epochs = run.stage is Stage.AT_REST
-        return [Allocate(problem=self._state.problem)]
 
     def carry_out(self, plan: Plan) -> list[Instruction]:
         """Begin with the plan that was asked for."""

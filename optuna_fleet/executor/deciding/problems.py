@@ -103,13 +103,16 @@ class Problems:
         """Devices that may be given to the candidates: free ones and their own."""
         state = self._state
         runs = (trial.run for trial in candidates if trial.run)
-        own = (d for run in runs for d in run.devices if state.run_on(d) is run)
+        own = (d for run in runs for d in run.devices if state.run_on.get(d) is run)
         return {*state.free(), *own} - state.leaving
 
     def build(self, candidates: list[Trial]) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
         usable, joined = self.usable(candidates), self._state.joined
-        nodes, kinds = self._nodes(usable), self._devices.kinds
+        kinds, by_place = self._devices.kinds, defaultdict[tuple[int, str], list[int]](list)
+        for device in sorted(usable):
+            by_place[self._devices[device].node, self._devices[device].kind].append(device)
+        nodes = dict(sorted(by_place.items()))  # each node and type is a node of the problem
         move_s = median(self._state.moves_s) if self._state.moves_s else self._policy.rescale_s
         problem = AllocationProblem(
             candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
@@ -197,13 +200,6 @@ class Problems:
             rescale_up_s=move_s if model.rescale_up_s is None else model.rescale_up_s,
             rescale_down_s=move_s if model.rescale_down_s is None else model.rescale_down_s,
         )
-
-    def _nodes(self, usable: set[int]) -> dict[tuple[int, str], list[int]]:
-        """Devices by node and type, in ascending order: each is a node of the problem."""
-        nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for device in sorted(usable):
-            nodes[self._devices[device].node, self._devices[device].kind].append(device)
-        return dict(sorted(nodes.items()))
 
     # -- where a trial is not started again -------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Assignment
-from optuna_fleet.events import BeginCheck, Ending
+from optuna_fleet.events import Ending
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
 from optuna_fleet.resources import Device
 
@@ -100,6 +100,7 @@ class State:
         trials: Trials that are not done, by number.
         runs: Runs that have not ended on all their devices, by run id.
         idle: Devices without a run.
+        run_on: The run that each other device has, until it has ended there.
         joined: Device -> when it joined, as an ordinal; until it is lost.
         leaving: Devices that will be gone soon; nobody gets them.
         pending: Placements that wait until their devices are idle, by trial number. Nobody else
@@ -142,7 +143,7 @@ class State:
         self.problem: AllocationProblem | None = None
         self._run_ids = run_ids
         self._joins = count()
-        self._run_on: dict[int, Run] = {}
+        self.run_on: dict[int, Run] = {}
         self._ending: dict[int, Run] = {}  # in part, by run id: soon they are over
 
     def with_status(self, status: Status) -> list[Trial]:
@@ -153,21 +154,13 @@ class State:
         """Trials that wait, but for those that have a pending placement, eldest first."""
         return [t for t in self.with_status(Status.WAITING) if t.number not in self.pending]
 
-    def run_on(self, device: int) -> Run | None:
-        """The run a device has, if it has not ended there."""
-        return self._run_on.get(device)
-
     def free(self) -> list[int]:
         """Idle devices that no pending placement waits for, in order.
 
         Not those of a run that will be over in a moment: one plan serves all of them.
         """
         ending = (run.left for run in self._ending.values())
-        return sorted(self.idle.difference(self.leaving, *self._reserved(), *ending))
-
-    def has_to_leave(self, run: Run) -> bool:
-        """Whether a run that trains is on devices that will be gone soon."""
-        return run.stage is Stage.TRAINING and not self.leaving.isdisjoint(run.devices)
+        return sorted(self.idle.difference(self.leaving, self.promised, *ending))
 
     def next_devices(self, run: Run) -> tuple[int, ...]:
         """Where its trial is to go on, if that is known: on the rest, if some devices go."""
@@ -176,12 +169,10 @@ class State:
         rest = tuple(device for device in run.devices if device not in self.leaving)
         return rest if len(rest) < len(run.devices) else ()
 
-    def is_promised(self, devices: Iterable[int]) -> bool:
-        """Whether pending placements wait for all these devices."""
-        return set(devices).issubset(d for reserved in self._reserved() for d in reserved)
-
-    def _reserved(self) -> Iterable[tuple[int, ...]]:
-        return (assignment.devices for assignment in self.pending.values())
+    @property
+    def promised(self) -> set[int]:
+        """Devices that pending placements wait for."""
+        return {device for one in self.pending.values() for device in one.devices}
 
     def ready(self) -> list[tuple[Trial, tuple[int, ...]]]:
         """Takes out and returns the pending placements whose devices are all idle."""
@@ -205,13 +196,12 @@ class State:
 
     def can_serve(self, assignment: Assignment) -> bool:
         """Whether its trial and all its devices will be ready without a further decision."""
-        own = self.trials[assignment.number].run
-        return (own is None or own.is_ending) and all(map(self._falls_free, assignment.devices))
-
-    def _falls_free(self, device: int) -> bool:
-        run = self._run_on.get(device)
-        is_free = device in self.idle if run is None else run.is_ending
-        return is_free and device not in self.leaving
+        own, runs = self.trials[assignment.number].run, self.run_on
+        return (
+            (own is None or own.is_ending)
+            and self.leaving.isdisjoint(assignment.devices)
+            and all(runs[d].is_ending if d in runs else d in self.idle for d in assignment.devices)
+        )
 
     def void(self) -> None:
         """The last plan was made of wrong figures: make another at once."""
@@ -237,13 +227,13 @@ class State:
         trial.run = self.runs[run.run_id] = run
         trial.was_launched = True
         trial.waited_rounds, trial.previous_devices = 0, ()
-        self._run_on.update(dict.fromkeys(devices, run))
+        self.run_on.update(dict.fromkeys(devices, run))
         return run
 
     def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> None:
         """Ends a run on one device."""
         run.endings[device] = ending
-        del self._run_on[device]
+        del self.run_on[device]
         if not run.lingers:
             self._ending[run.run_id] = run
         if device in run.surviving and not is_leaving:
@@ -266,13 +256,6 @@ class State:
         if run.is_lost or not self.leaving.isdisjoint(run.devices):
             trial.previous_devices = tuple(d for d in run.surviving if d not in self.leaving)
         return trial
-
-    def begin_check(self, trial: Trial, device: int) -> BeginCheck:
-        """A check of a trial, whose model is known, gets an idle device."""
-        assert trial.model is not None
-        self.idle.remove(device)
-        self.checked_on = device
-        return BeginCheck(number=trial.number, device=device, traits=trial.model.traits)
 
     def end_check(self) -> None:
         """The check is over; its device is idle again, if it is there."""
