@@ -16,9 +16,9 @@ from optuna_fleet.alloc.rounds import CAUTIOUS
 from optuna_fleet.arguments import check_choice
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
-from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Cluster, Engine
 from optuna_fleet.executor.cluster.inline import InlineRunner
@@ -90,15 +90,15 @@ class FleetRunner:
         kept = folder, num_kept, checkpoints.max_bytes
         retention = CheckpointRetention(loop.study, *kept, loop.patiently)
         findings = self._findings_of(func, loop)
-        parts = Parts(
+        sweep = Sweep(
             *(runtime, loop.ledger, loop.proposals, job, retention, findings), began=began
         )
-        driver = Driver(parts, self._new_controller(runtime, findings))
+        driver = Driver(sweep, self._new_controller(runtime, findings))
         try:
             with driver.interrupts:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
-            self.summary = parts.summary(stats)
+            self.summary = sweep.summary(stats)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.
@@ -107,8 +107,8 @@ class FleetRunner:
             if not driver.has_freed_devices:
                 self.close()
             del self  # see `FleetExecutor._run`
-        if parts.outcomes.failure is not None:
-            raise parts.outcomes.failure
+        if sweep.failure is not None:
+            raise sweep.failure
 
     def _new_controller(self, runtime: Runtime, findings: Findings) -> Controller:
         return Controller(

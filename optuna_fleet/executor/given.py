@@ -37,81 +37,63 @@ class Options:
     seed: int
 
 
-def options_of(
-    *,
-    pipeline: Any,
-    devices: Any,
-    device_type: Any,
-    policy: Any,
-    checkpoints: Any,
-    limits: Any,
-    preflight: Any,
-    convergence: Any,
-    max_trials: Any,
-    predictor: Any,
-    setup: Any,
-    seed: Any,
-) -> Options:
-    """Those of `FleetExecutor`.
+def options_of(**given: Any) -> Options:
+    """Those of `FleetExecutor`, by name.
 
     Raises:
         FleetConfigError: One of them is not what it must be.
     """
+    pipeline, devices, seed = given["pipeline"], given["devices"], given["seed"]
     if pipeline is not None and not isinstance(pipeline, SharedPipeline):
         raise FleetConfigError(
             f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
             "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
         )
-    for name, given, holds, wanted in (
-        ("limits", limits, is_a(Limits), "be a Limits, as Limits(hang_s=60), or None"),
-        (
-            "convergence",
-            convergence,
-            is_a(Convergence),
-            "be a Convergence, as Convergence(patience=5), or None",
-        ),
-        (
-            "predictor",
-            predictor,
-            callable,
-            "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
-        ),
-        ("setup", setup, callable, "be a function without arguments, or None"),
-    ):
-        check_that(name, given, holds, wanted, optional=True)
-    wanted = "be True, False, or a Preflight, as Preflight(share=0.05)"
-    check_that("preflight", preflight, is_a(bool, Preflight), wanted)
+    for name, (holds, wanted) in _WANTED.items():
+        check_that(name, given[name], holds, wanted, optional=name != "preflight")
     if isinstance(devices, (str, list, tuple)):
         raise FleetConfigError(
             f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
             f"visible: the variable {ACCELERATORS[0].visible} says which these are."
         )
     check_number("devices", devices, least=1, most=10_000, whole=True, optional=True)
-    check_choice("device_type", device_type, device_types(), optional=True)
+    check_choice("device_type", given["device_type"], device_types(), optional=True)
     seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
     check_number("seed", seed, least=0, whole=True)
+    max_trials = given.pop("max_trials")
     check_number("max_trials", max_trials, least=1, whole=True, optional=True)
-    limits, chosen = limits or Limits(), policy_of(policy)
+    limits, chosen = given["limits"] or Limits(), policy_of(given["policy"])
+    preflight, checkpoints = given["preflight"], given["checkpoints"]
     if not isinstance(checkpoints, Checkpoints):
         checkpoints = Checkpoints(
             None if checkpoints is None else path("checkpoints", checkpoints)
         )
     root = checkpoints.folder
-    return Options(
-        pipeline=pipeline,
-        devices=devices,
-        device_type=device_type,
-        policy=chosen.rules(max_restarts=limits.max_restarts, max_trials=max_trials),
-        allocator=chosen.new_allocator(seed),
-        checkpoints=checkpoints,
-        checkpoint_dir=None if root is None else folder("checkpoints", root),
-        limits=limits,
-        preflight=Preflight() if preflight is True else preflight or None,
-        convergence=convergence,
-        predictor=predictor,
-        setup=setup,
-        seed=seed,
-    )
+    settled = {
+        "policy": chosen.rules(max_restarts=limits.max_restarts, max_trials=max_trials),
+        "allocator": chosen.new_allocator(seed),
+        "checkpoints": checkpoints,
+        "checkpoint_dir": None if root is None else folder("checkpoints", root),
+        "limits": limits,
+        "preflight": Preflight() if preflight is True else preflight or None,
+        "seed": seed,
+    }
+    return Options(**given | settled)
+
+
+_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "limits": (is_a(Limits), "be a Limits, as Limits(hang_s=60), or None"),
+    "convergence": (is_a(Convergence), "be a Convergence, as Convergence(patience=5), or None"),
+    "predictor": (
+        callable,
+        "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
+    ),
+    "setup": (callable, "be a function without arguments, or None"),
+    "preflight": (
+        is_a(bool, Preflight),
+        "be True, False, or a Preflight, as Preflight(share=0.05)",
+    ),
+}
 
 
 def check_call(

@@ -230,10 +230,11 @@ def made(world_size: int, *all_made: RankCall) -> tuple[RunCalls, list[RankCall]
     calls = RunCalls(world_size=world_size)
     carried_out = []
     for one in all_made:
-        calls.take(one)
-        while (now := calls.next_call()) is not None:
+        now = calls.take(one)
+        while now is not None:
             carried_out.append(now)
             calls.answer(now, Reply(run_id=0, index=now.index))
+            now = calls.next_call()
     return calls, carried_out
 
 
@@ -293,9 +294,10 @@ def test_answers_that_all_ranks_have_read_are_forgotten() -> None:
     sizes = []
     for tell, *joint in zip(told, reports, asked, strict=True):
         for one in (tell, *joint[0], *joint[1]):
-            calls.take(one)
-            while (now := calls.next_call()) is not None:
+            now = calls.take(one)
+            while now is not None:
                 calls.answer(now, Reply(run_id=0, index=now.index))
+                now = calls.next_call()
         calls.replies.clear()
         sizes.append(len(pickle.dumps(calls)))
     assert sizes[-1] <= sizes[10] + 20

@@ -21,7 +21,7 @@ from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_be
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.exceptions import RetryableError
-from optuna_fleet.executor.call import launcher
+from optuna_fleet.executor.call import sweep
 from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
@@ -201,7 +201,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[type]:
         answer(server, channel, request)
 
     monkeypatch.setattr(TransferServer, "_answer", noted)
-    monkeypatch.setattr(launcher, "mark", lambda root: mark(root)[::-1])
+    monkeypatch.setattr(sweep, "mark", lambda root: mark(root)[::-1])
     return asked
 
 

@@ -92,9 +92,9 @@ def test_kinds_and_the_widest_width_follow_who_is_there() -> None:
     assert presence.leave(2)
     assert not presence.leave(2)
     assert (presence.kinds, len(presence), 2 in presence) == (("cpu",), 2, False)
-    assert presence.place_of(2) == (9, "a100")  # of runs that were there
+    assert (presence[2].node, presence[2].kind) == (9, "a100")  # of runs that were there
     presence.join(device(2, node=1))  # another machine by that number
-    assert (presence.place_of(2), presence.widest) == ((1, "cpu"), 3)
+    assert (presence[2], presence.widest) == (device(2, node=1), 3)
 
 
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])

@@ -1,10 +1,9 @@
 """One `optimize` call: hears, decides, has it done.
 
 - `driver` is the loop: `receiver` makes events of what is heard, the controller makes instructions
-  of events, the driver carries these out. `parts` is what they share, and how they wait.
+  of events, the driver carries these out. `sweep` is what they share, and how they wait.
 - What trials ask: `call_handler`; what their ranks have in common: `ranks`. Who hangs: `watchdog`.
-- How runs (`runs`) begin (`launcher`), are saved and leave (`stop_lines`), go on (`held`), end
+- How runs (`runs`) begin (`launches`), are saved and leave (`stop_lines`), end
   (`outcomes`), and are checked before (`checks`).
-- What happened: `journal`, and what is made of it: `call_progress`, `tally`. Users get a
-  `FleetSummary` (`summary`).
+- What happened: `journal`; how the call is getting on: `call_progress`; at last: `summary`.
 """

@@ -77,7 +77,7 @@ class Progress:
     # -- news -------------------------------------------------------------------------------------
 
     def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
-        """See `Reader`."""
+        """This happens."""
         if run is None:
             return
         number = run.launch.number

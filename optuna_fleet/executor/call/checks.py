@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 from optuna_fleet.events import (
@@ -15,16 +15,13 @@ from optuna_fleet.events import (
     Event,
     Launch,
 )
-from optuna_fleet.executor.call.journal import DeviceLog
-from optuna_fleet.executor.call.launcher import ObjectiveCopies
-from optuna_fleet.executor.call.runs import Job, TrialRecord
+from optuna_fleet.executor.call.launches import objective_on
+from optuna_fleet.executor.call.runs import TrialRecord
+from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.executor.deciding.clearance import paid_after_s
-from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.preflight.findings import Findings
 from optuna_fleet.preflight.notes import Order, facts_of
 from optuna_fleet.preflight.verdict import Outcome, Verdict
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck
 
 _LOOK_EVERY_S = 5.0  # devices may come, and go
@@ -38,31 +35,12 @@ _FOUND = "Trials like trial {number}: {finding}. {advice}"
 
 
 class Checks:
-    """Those of one call, one at a time.
+    """Those of one call, one at a time."""
 
-    Args:
-        findings: What they have come to; outlives the call.
-        devices: When which device was there.
-        later: Has `look` called so many seconds from now.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        job: Job,
-        ledger: Ledger,
-        copies: ObjectiveCopies,
-        findings: Findings,
-        devices: DeviceLog,
-        later: Callable[[float, Callable[[], list[Event]]], None],
-    ) -> None:
-        self._runtime = runtime
-        self._job = job
-        self._ledger = ledger
-        self._copies = copies
-        self._findings = findings
-        self._devices = devices
-        self._later = later
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._findings = sweep.findings  # what they have come to; outlives the call
+        self._options = sweep.job.options.preflight
         self._order: BeginCheck | None = None
         self._id = -1  # of what a node was asked; none yet
         self._began = 0.0
@@ -72,7 +50,7 @@ class Checks:
 
     def note(self, trial: TrialRecord, message: DataRequested) -> DataRequested:
         """A trial says what it is; return what the controller is to know: no traits, if off."""
-        if self._job.options.preflight is None:
+        if self._options is None:
             return replace(message, model=replace(message.model, traits=frozenset()))
         trial.traits = message.model.traits
         return message
@@ -89,27 +67,22 @@ class Checks:
         """Ask the node, if it has the objective by now."""
         if self._order is None or self._id >= 0:
             return
-        process = self._runtime.trainers.process_on(self._order.device)
-        objective_at = self._copies.on_device(self._order.device)
-        if process is None or objective_at is None:
+        sweep, device, number = self._sweep, self._order.device, self._order.number
+        if not (objective_at := objective_on(sweep, device)):
             return
-        self._id = next(self._runtime.run_ids)
-        assert self._job.options.preflight is not None
-        order = self._rehearsed(self._order.number, objective_at)
-        limit_s = self._job.options.preflight.limit_s
-        message = CheckObjective(
-            check_id=self._id, order=pickle.dumps(order), first_limit_s=limit_s
-        )
-        self._runtime.agents.tell(process.agent, message)
-
-    def _rehearsed(self, number: int, objective_at: str) -> Order:
-        return Order(
+        self._id = next(sweep.runtime.run_ids)
+        assert self._options is not None
+        order = Order(
             objective_at=objective_at,
-            objective_id=self._job.objective_id,
-            params=self._ledger.chosen(number),
-            study=facts_of(self._ledger.study),
-            seed=self._job.options.seed,
+            objective_id=sweep.job.objective_id,
+            params=sweep.ledger.chosen(number),
+            study=facts_of(sweep.ledger.study),
+            seed=sweep.job.options.seed,
         )
+        message = CheckObjective(
+            check_id=self._id, order=pickle.dumps(order), first_limit_s=self._options.limit_s
+        )
+        sweep.runtime.agents.tell_node_of(device, message)
 
     def checked(self, message: Checked) -> list[Event]:
         """A node has made a check."""
@@ -146,22 +119,15 @@ class Checks:
         found = [one.began_anew for one in self._findings.all if one.traits == trial.traits]
         return found[-1] if found else ""
 
-    # -- its share of the devices' time -----------------------------------------------------------
-
-    def _missing_s(self) -> float:
-        """Seconds for which all devices must still work, until the next one is affordable."""
-        assert self._job.options.preflight is not None
-        there_s = sum(self._devices.there_s(time.time()).values())
-        return paid_after_s(self._costs_s, self._job.options.preflight.share) - there_s
-
     def look(self) -> list[Event]:
         """Say whether another one may be made; if not, it is looked again until one may."""
-        is_off = self._job.options.preflight is None
-        if is_off or self._is_affordable or self._order is not None:
+        if self._options is None or self._is_affordable or self._order is not None:
             return []
-        if (missing_s := self._missing_s()) > 0:
-            all_work_s = missing_s / max(1, len(self._runtime.nodes.devices)) + 0.01
-            self._later(min(all_work_s, _LOOK_EVERY_S), self.look)
+        there_s = sum(self._sweep.devices.there_s(time.time()).values())
+        missing_s = paid_after_s(self._costs_s, self._options.share) - there_s
+        if missing_s > 0:  # for which all devices must still work
+            num_devices = max(1, len(self._sweep.runtime.nodes.devices))
+            self._sweep.later(min(missing_s / num_devices + 0.01, _LOOK_EVERY_S), self.look)
             return []
         self._is_affordable = True
         return [CheckAffordable()]
@@ -169,4 +135,4 @@ class Checks:
     def end(self) -> None:
         """The call is over."""
         if self._order is not None:
-            self._runtime.agents.tell_node_of(self._order.device, EndCheck())
+            self._sweep.runtime.agents.tell_node_of(self._order.device, EndCheck())

@@ -34,10 +34,14 @@ from optuna_fleet.events import (
     StartRound,
 )
 from optuna_fleet.exceptions import FleetError, LaunchError
-from optuna_fleet.executor.call.parts import Parts
+from optuna_fleet.executor.call import launches, outcomes, stop_lines
+from optuna_fleet.executor.call.call_handler import CallHandler
+from optuna_fleet.executor.call.checks import Checks
+from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord, TrialRecord
 from optuna_fleet.executor.call.summary import counted
+from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.calls import AfterEpoch
@@ -57,16 +61,18 @@ class Driver:
         has_freed_devices: Whether no trainer is still at work for this call.
     """
 
-    def __init__(self, parts: Parts, controller: Controller) -> None:
-        self._parts = parts
-        self._runtime = parts.runtime
-        self._runs = parts.runs
-        self._journal = parts.journal
+    def __init__(self, sweep: Sweep, controller: Controller) -> None:
+        self._sweep = sweep
+        self._runtime = sweep.runtime
+        self._runs = sweep.runs
+        self._journal = sweep.journal
         self._controller = controller
-        self._receiver = Receiver(parts)
+        self._calls = CallHandler(sweep)
+        self._checks = Checks(sweep)
+        self._receiver = Receiver(sweep, self._calls, self._checks)
         self._plan: Future[Plan] | None = None
         self._has_spoken = self._is_over = False
-        self.interrupts = Interrupts(parts.runtime.inbox)
+        self.interrupts = Interrupts(sweep.runtime.inbox)
         self.has_freed_devices = False
 
     def run(self) -> None:
@@ -75,38 +81,34 @@ class Driver:
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
-        parts, runtime = self._parts, self._runtime
-        parts.devices.begin(self._journal.now())
-        for number in parts.proposals.adopted():
-            parts.ledger.note_restart(number)
-            parts.trials[number] = TrialRecord(was_launched=True)
+        sweep, runtime = self._sweep, self._runtime
+        sweep.devices.begin(self._journal.now())
+        for number in sweep.trials:  # they go on
+            sweep.ledger.note_restart(number)
         try:
             events = [*self._receiver.changes(), *runtime.devices_at_first()]
-            self._decide([*events, *self._look(), *parts.checks.look()])
+            self._decide([*events, *self._look(), *self._checks.look()])
             self._note_progress()
             while not self._is_over:
                 if (event := runtime.inbox.get()) is None:
                     self.interrupts.check()
-                messages = runtime.heard(event)
-                for message in messages:
+                for message in runtime.heard(event) or (None,):
                     if news := self._receiver.take(message):
                         self._decide(news)
-                if not messages:  # it was of concern to the fleet alone
-                    self._decide(self._receiver.changes())
             self.has_freed_devices = True
-            parts.devices.end(self._journal.now())
-            self._end_log("failed" if parts.outcomes.failure else "done")
+            sweep.devices.end(self._journal.now())
+            self._end_log("failed" if sweep.failure else "done")
         except BaseException as error:
             self._abandon(error)
             raise
         finally:
-            parts.calls.end()
-            parts.checks.end()
+            self._calls.end()
+            self._checks.end()
 
     def _look(self) -> list[Event]:
         """What nobody tells, now and every few seconds."""
         self.interrupts.check()
-        self._parts.later(self._parts.watchdog.look_every_s, self._look)
+        self._sweep.later(self._sweep.watchdog.look_every_s, self._look)
         return self._receiver.look()
 
     def _decide(self, events: Sequence[Event]) -> None:
@@ -115,11 +117,11 @@ class Driver:
         while events:
             for event in events:
                 self._journal.note(event)
-            self._parts.devices.write()
+            self._sweep.devices.write()
             news: list[Event] = []
             for instruction in self._controller.handle(*events):
                 if isinstance(instruction, Launch):
-                    self._parts.new_run(instruction)
+                    self._runs[instruction.run_id] = self._new_run(instruction)
                 self._journal.note(instruction)
                 news += self._carry_out(instruction)
             events = news
@@ -130,105 +132,110 @@ class Driver:
 
     def _carry_out(self, instruction: Instruction) -> list[Event]:  # noqa: C901 - one arm each
         """Do it: to trainers, to the solver, to the study; return what is news."""
-        parts, outcomes = self._parts, self._parts.outcomes
+        sweep = self._sweep
         match instruction:
             case Propose():
-                return outcomes.propose()
+                return outcomes.propose(sweep)
             case Launch():
-                parts.later(parts.progress.left_s, self._note_progress)
-                start = parts.held.begin(instruction)
-                return [] if start is None else parts.start(start)
+                sweep.later(sweep.progress.left_s, self._note_progress)
+                return launches.begin(sweep, self._runs[instruction.run_id])
             case BeginCheck():
-                parts.checks.begin(instruction)
+                self._checks.begin(instruction)
             case Allocate():
-                self._ask_for_plan(instruction)
+                self._plan = plan = self._runtime.allocator.submit(instruction.problem)
+                sweep.when_done(plan, lambda: self._planned(plan))
             case AnswerEpoch():
                 self._answer_epoch(self._runs[instruction.run_id], instruction)
             case Interrupt():
                 run = self._runs[instruction.run_id]
-                parts.stop_lines.interrupt(run, instruction.devices)
+                stays = run.launch.devices[0] in instruction.devices
+                stop_lines.ask(sweep, run, stays=stays)
             case Abort():  # they have time to end by themselves, if there is anything to tell then
-                run, grace_s = self._runs[instruction.run_id], _ABORT_GRACE_S
-                grace_s = 0.0 if instruction.lost else grace_s
-                parts.later_of(grace_s, run, self._kill, instruction.devices)
+                grace_s = 0.0 if instruction.lost else _ABORT_GRACE_S
+                run = self._runs[instruction.run_id]
+                sweep.later_of(grace_s, run, self._kill, instruction.devices)
             case FinishTrial():
-                run = self._end(instruction)
-                run_name = parts.launcher.run_name(instruction.run_id)
-                parts.retention.left(instruction.number, run_name)
-                outcomes.finish(run)
-                del parts.trials[instruction.number]
-                return outcomes.propose(again=True)
+                run = self._end(instruction.run_id)
+                sweep.retention.left(instruction.number, sweep.run_name(instruction.run_id))
+                outcomes.finish(sweep, instruction.number, *run.outcome())
+                return outcomes.propose(sweep, again=True)
             case Requeue():
-                run = self._end(instruction)
+                run = self._end(instruction.run_id)
                 if run.leaving is not None:
                     run.trial.moved_s = self._journal.now() - run.leaving
-                outcomes.run_again(run)
+                outcomes.run_again(sweep, run)
             case GiveUp():
-                outcomes.give_up(self._end(instruction), instruction.restarts)
-                del parts.trials[instruction.number]
-                return outcomes.propose(again=True)
+                outcomes.give_up(sweep, self._end(instruction.run_id), instruction.restarts)
+                return outcomes.propose(sweep, again=True)
             case ReturnToQueue():
-                parts.proposals.return_to_queue(instruction.number)
+                sweep.proposals.return_to_queue(instruction.number)
             case StartRound():
                 pass  # for the journal
             case _:
                 assert_never(instruction)
         return []
 
-    def _ask_for_plan(self, instruction: Allocate) -> None:
-        self._plan = plan = self._runtime.allocator.submit(instruction.problem)
-        self._parts.when_done(plan, lambda: self._planned(plan))
+    def _new_run(self, launch: Launch) -> RunRecord:
+        trial = self._sweep.trials.setdefault(launch.number, TrialRecord())
+        nodes = {self._runtime.agents.devices[device].node for device in launch.devices}
+        return RunRecord(
+            launch=launch,
+            start=self._journal.now(),
+            calls=RunCalls(world_size=len(launch.devices)),
+            has_one_clock=len(nodes) == 1,
+            trial=trial,
+            began_anew=self._checks.began_anew(launch, trial),
+        )
 
     def _planned(self, plan: Future[Plan]) -> list[Event]:
         self._plan = None
         return [PlanDecided(plan=plan.result())]
 
     def _answer_epoch(self, run: RunRecord, answer: AnswerEpoch) -> None:
-        parts, decision = self._parts, answer.decision
-        if decision is EpochDecision.GO and parts.stop_lines.takes_checkpoint(run):
+        decision = answer.decision
+        if decision is EpochDecision.GO and stop_lines.takes_checkpoint(self._sweep, run):
             decision = EpochDecision.CHECKPOINT
         elif decision is EpochDecision.YIELD:
-            run.leaving = run.leaving or self._journal.now()
-            parts.held.leaves(run.launch.run_id)
+            self._receiver.leaves(run)
         stays = run.launch.devices[0] in answer.devices
-        parts.calls.answer_epoch(run, AfterEpoch(decision, stays=stays))
+        self._calls.answer_epoch(run, AfterEpoch(decision, stays=stays))
 
     def _kill(self, run: RunRecord, devices: Sequence[int]) -> None:
         for device in set(devices).intersection(run.remaining()):
             self._runtime.kill(device)
 
-    def _end(self, order: FinishTrial | Requeue | GiveUp) -> RunRecord:
+    def _end(self, run_id: int) -> RunRecord:
         """A run has ended on all its devices."""
-        parts, run = self._parts, self._runs.pop(order.run_id)
-        if not isinstance(order, Requeue):
-            parts.held.forget(order.number)
-        parts.watchdog.ended(run)
+        sweep, run = self._sweep, self._runs.pop(run_id)
+        if run in sweep.waiting:
+            sweep.waiting.remove(run)
+        sweep.watchdog.ended(run)
         flight = run.flight(end=self._journal.now())
-        parts.tally.landed(flight)
-        parts.ledger.records.flight(order.number, flight)
+        sweep.tally.flights.append(flight)
+        sweep.ledger.records.flight(run.launch.number, flight)
         return run
 
     # -- what is told of it -----------------------------------------------------------------------
 
     def _note_progress(self) -> None:
         """Tell the study how the call is getting on, if it is time to, and again then."""
-        parts, progress = self._parts, self._parts.progress
+        sweep, progress = self._sweep, self._sweep.progress
         if progress.left_s > 0.0:
             return  # there was a launch, for which this was done before
         launches = [run.launch for run in self._runs.values()]
         flying = {launch.number for launch in launches}
         num_devices = sum(len(launch.devices) for launch in launches)
-        progress.note(flying, parts.proposals.unfinished(), parts.proposals.num_asked)
-        parts.later(progress.left_s, self._note_progress)
-        parts.ledger.show_under_way(len(flying), num_devices)
-        if flying and not self._has_spoken and self._journal.now() - parts.began >= SILENT_S:
+        progress.note(flying, sweep.proposals.unfinished(), sweep.proposals.num_asked)
+        sweep.later(progress.left_s, self._note_progress)
+        sweep.ledger.show_under_way(len(flying), num_devices)
+        if flying and not self._has_spoken and self._journal.now() - sweep.began >= SILENT_S:
             self._has_spoken = True
-            if not parts.ledger.ended:
+            if not sweep.ledger.ended:
                 on = f"{counted(len(flying), 'trial')} on {counted(num_devices, 'device')}"
                 fleet_logger.info(f"Under way: {on}. None has ended yet.")
 
     def _end_log(self, ending: str) -> None:
-        self._parts.progress.end(ending, self._parts.proposals.num_asked)
+        self._sweep.progress.end(ending, self._sweep.proposals.num_asked)
 
     def _abandon(self, error: BaseException) -> None:
         """End what flies: fail those trials, give back those that never flew, free the devices.
@@ -239,13 +246,11 @@ class Driver:
             self.interrupts.forget()
         elif not isinstance(error, FleetError):
             self._journal.attach_to(error)
-        runs, trials = self._runs, self._parts.trials
-        launched = {number for number, trial in trials.items() if trial.was_launched}
-        busy = {device for run in runs.values() for device in run.launch.devices}
+        busy = {device for run in self._runs.values() for device in run.launch.devices}
         try:
             if self._plan is not None:
                 self._runtime.allocator.close()
-            self._parts.outcomes.end_all(launched, runs.values(), error)
+            outcomes.end_all(self._sweep, error)
             self._end_log("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         finally:
             is_fit = not isinstance(error, LaunchError)

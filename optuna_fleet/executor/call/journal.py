@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from optuna_fleet.events import DeviceGone, DeviceJoined, Event, Instruction
+from optuna_fleet.alloc import Plan
+from optuna_fleet.events import (
+    DeviceGone,
+    DeviceJoined,
+    Ending,
+    Event,
+    Instruction,
+    Launch,
+    MoveMeasured,
+    PlanDecided,
+    Requeue,
+    ReturnToQueue,
+    StartRound,
+)
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.summary import FleetSummary, mean_of
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.records import DeviceSpan
+from optuna_fleet.sampler_bridge.records import Decision, DeviceSpan, Flight, PipelineSpan
 
 Entry: TypeAlias = Event | Instruction
 """What the controller hears and wants."""
 
 _STORY = 40
 _PLAIN = (bool, int, float, str, tuple, Enum)
+_OF_PLAN = ("allocator", "reason", "status", "gap", "solve_time_s", "solver")
 
+MIN_SPAN_S = 2.0
+"""No span is shorter, except the last."""
 
-class Reader(Protocol):
-    """Makes something of what happens."""
-
-    def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
-        """Take the next entry, with the run that it is about, if it has begun and not ended."""
+RESOLUTION = 64
+"""A span takes at least this part of the time since the call began: a sweep of any length has
+little more than as many of them (630 for 100 hours)."""
 
 
 class Journal:
@@ -35,10 +51,14 @@ class Journal:
 
     Args:
         runs: Those that have begun and not ended, by run id.
-        readers: They are told in this order.
+        readers: Each is told of it, and of the run that it is about if that has not ended.
     """
 
-    def __init__(self, runs: Mapping[int, RunRecord], *readers: Reader) -> None:
+    def __init__(
+        self,
+        runs: Mapping[int, RunRecord],
+        *readers: Callable[[Entry, RunRecord | None, float], None],
+    ) -> None:
         self._runs = runs
         self._readers = readers
         self._zero = time.time() - time.monotonic()
@@ -55,8 +75,8 @@ class Journal:
         if fleet_logger.isEnabledFor(logging.DEBUG):
             fleet_logger.debug(_in_words(entry))
         run = self._runs.get(getattr(entry, "run_id", -1))
-        for reader in self._readers:
-            reader.take(entry, run, now)
+        for tell in self._readers:
+            tell(entry, run, now)
 
     def attach_to(self, error: BaseException) -> None:
         """What happened last is shown below this error, a line each."""
@@ -109,7 +129,7 @@ class DeviceLog:
         self.write()
 
     def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
-        """See `Reader`; `write` what comes of it."""
+        """This happens; `write` what comes of it."""
         if isinstance(entry, DeviceJoined):
             known = {span.device for span in self.spans}
             new = (device for device in self._there() if device.index not in known)
@@ -153,3 +173,132 @@ class DeviceLog:
             lasted = (now if span.end is None else span.end) - span.start
             seconds[span.device] = seconds.get(span.device, 0.0) + max(0.0, lasted)
         return seconds
+
+
+class Tally:
+    """Adds up what happens: a reader of the journal.
+
+    Args:
+        began: When the call did, in seconds since the epoch.
+        record: Keeps a decision with the study.
+
+    Attributes:
+        flights: Runs that have ended on all their devices.
+    """
+
+    def __init__(self, began: float, record: Callable[[Decision], None]) -> None:
+        self._began = began
+        self._record = record
+        self._startup_s: float | None = None
+        self.flights: list[Flight] = []
+        self._decisions: list[Decision] = []
+        self._plans: list[Plan] = []
+        self._num_given_back = self._rescales = 0
+        self._moves_s: list[float] = []
+
+    def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
+        """This happens."""
+        match entry:
+            case Launch() if self._startup_s is None:
+                self._startup_s = now - self._began
+            case Requeue() if run is not None:
+                self._rescales += {ended.ending for ended in run.ended} == {Ending.YIELDED}
+            case ReturnToQueue():
+                self._num_given_back += 1
+            case MoveMeasured():
+                self._moves_s.append(entry.seconds)
+            case PlanDecided():
+                self._plans.append(replace(entry.plan, flotillas=()))
+            case StartRound():
+                self._decided(entry, now)
+
+    def _decided(self, started: StartRound, now: float) -> None:
+        """A plan is carried out: record it, and say so where anything moves."""
+        plan = started.plan
+        of_plan = {name: getattr(plan, name) for name in _OF_PLAN}
+        decision = Decision(time=now, round=started.round, moves=started.moves, **of_plan)
+        self._decisions.append(decision)
+        self._record(decision)
+        level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
+        fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
+
+    def summary(
+        self,
+        devices: DeviceLog,
+        now: float,
+        *,
+        trials: Mapping[str, int],
+        left_out: Mapping[str, str],
+        pipeline: PipelineStats | None = None,
+        exchange: str = "",
+    ) -> FleetSummary:
+        """The summary of everything up to now."""
+        there_s = devices.there_s(now)
+        busy_s, waited_s = defaultdict[int, float](float), defaultdict[int, float](float)
+        for flight in self.flights:
+            for device in flight.devices:
+                busy_s[device] += flight.end - flight.start
+                waited_s[device] += flight.data_wait_s / len(flight.devices)
+        given_back = {"given back": self._num_given_back} if self._num_given_back else {}
+        return FleetSummary(
+            trials=dict(trials) | given_back,
+            num_devices=len(there_s),
+            num_nodes=len({span.node for span in devices.spans}),
+            there_s=there_s,
+            duration_s=now - self._began,
+            busy_s=dict(busy_s),
+            waited_s=dict(waited_s),
+            probing_s=sum(flight.probing_s for flight in self.flights),
+            profiling_s=sum(flight.profiling_s for flight in self.flights),
+            decisions=tuple(self._decisions),
+            plans=tuple(self._plans),
+            rescales=self._rescales,
+            move_s=mean_of(self._moves_s),
+            pipeline=pipeline,
+            exchange=exchange,
+            left_out=dict(left_out),
+            startup_s=self._startup_s or 0.0,
+        )
+
+
+class PipelineLog:
+    """Turns what the shared pipeline has done since the start of the fleet into spans. Pure.
+
+    Args:
+        base: What had been done when the call began.
+        began: When that was, in seconds since the epoch.
+    """
+
+    def __init__(
+        self, record: Callable[[PipelineSpan], None], base: PipelineStats, began: float
+    ) -> None:
+        self._record = record
+        self._base = self._last = base
+        self._began = self._noted = began
+
+    def note(self, stats: PipelineStats, now: float) -> None:
+        """So much was done by now; that ends a span if enough time has passed."""
+        if now - self._noted >= max(MIN_SPAN_S, (now - self._began) / RESOLUTION):
+            self._end_span(stats, now)
+
+    def finish(self, stats: PipelineStats, now: float) -> PipelineStats:
+        """The call is over; returns what the pipeline did for it."""
+        self._end_span(stats, now)
+        return stats.since(self._base)
+
+    def _end_span(self, stats: PipelineStats, now: float) -> None:
+        use = stats.use.since(self._last.use)
+        start, self._noted, self._last = self._noted, now, stats
+        if use.active_s <= 0.0:
+            return  # nobody read
+        self._record(
+            PipelineSpan(
+                start=round(start, 3),
+                end=round(now, 3),
+                num_preprocessors=round(use.num_preprocessors, 2),
+                busy=round(use.busy_share, 3),
+                blocked=round(use.blocked_share, 3),
+                stalled=round(use.stalled_share, 3),
+                queue=0.0,
+            )
+        )

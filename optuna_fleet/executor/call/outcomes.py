@@ -4,103 +4,91 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from optuna_fleet.events import EpochEnded, Event, ProposalsExhausted
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.executor.given import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Ledger
-from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import EndEpoch
 
 
-@dataclass(slots=True)
-class Outcomes:
-    """Tells the study what becomes of the trials of one call.
+def propose(sweep: Sweep, *, again: bool = False) -> list[Event]:
+    """Ask the study for trials; if that fails, there are no more.
 
-    Attributes:
-        failure: The first failure of a trial that `catch` did not cover: it is raised once the
-            trials that fly are done.
+    If `again`, only if it was asked before, and had none yet.
+
+    Raises:
+        StorageLostError: The storage is lost.
     """
+    try:
+        return sweep.proposals.next_events(again=again)
+    except Exception as error:
+        _fail(sweep, error)
+        return [ProposalsExhausted()]
 
-    _ledger: Ledger
-    _proposals: Proposals
-    _retention: CheckpointRetention
-    failure: BaseException | None = None
 
-    def propose(self, *, again: bool = False) -> list[Event]:
-        """Ask the study for trials; if that fails, there are no more.
+def run_again(sweep: Sweep, run: RunRecord) -> None:
+    """A trial goes on with another run."""
+    number = run.launch.number
+    # Also where nothing was lost: its checkpoint may turn out to be damaged.
+    sweep.ledger.note_restart(number)
+    if run.cause:
+        has_one = number in sweep.retention.folder.unfinished()
+        where = "last checkpoint." if has_one else "beginning: it had no checkpoint yet."
+        fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from its {where}")
 
-        If `again`, only if it was asked before, and had none yet.
 
-        Raises:
-            StorageLostError: The storage is lost.
-        """
-        try:
-            return list(self._proposals.next_events(again=again))
-        except Exception as error:
-            self.fail(error)
-            return [ProposalsExhausted()]
+def give_up(sweep: Sweep, run: RunRecord, restarts: int) -> None:
+    """A trial has lost its devices too often: it fails."""
+    number = run.launch.number
+    error = TrainerLostError(
+        f"Trial {number} lost its devices {restarts} times without coming further, the last "
+        f"time because {run.cause}."
+    )
+    finish(sweep, number, None, error)
 
-    def finish(self, run: RunRecord) -> None:
-        """A trial is done: tell how its last run ended it."""
-        self._tell(run.launch.number, *run.outcome())
 
-    def run_again(self, run: RunRecord) -> None:
-        """A trial goes on with another run."""
-        number = run.launch.number
-        # Also where nothing was lost: its checkpoint may turn out to be damaged.
-        self._ledger.note_restart(number)
-        if run.cause:
-            has_one = number in self._retention.folder.unfinished()
-            where = "last checkpoint." if has_one else "beginning: it had no checkpoint yet."
-            fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from its {where}")
+def finish(sweep: Sweep, number: int, value: Any, error: BaseException | None) -> None:
+    """A trial is done: tell how it has ended."""
+    try:
+        sweep.ledger.settle(number, value, error)
+    except BaseException as raised:
+        if raised is not error and not isinstance(raised, Exception):
+            raise  # Ctrl-C, and not the objective's own
+        if raised is error:
+            raised.with_traceback(None)  # where it was told says nothing
+        _fail(sweep, raised)
+    sweep.retention.settled(number)
+    del sweep.trials[number]  # until then Ctrl-C finds it
 
-    def give_up(self, run: RunRecord, restarts: int) -> None:
-        """A trial has lost its devices too often: it fails."""
-        number = run.launch.number
-        error = TrainerLostError(
-            f"Trial {number} lost its devices {restarts} times without coming further, the last "
-            f"time because {run.cause}."
-        )
-        self._tell(number, None, error)
 
-    def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
-        try:
-            self._ledger.settle(number, value, error)
-        except BaseException as raised:
-            if raised is not error and not isinstance(raised, Exception):
-                raise  # Ctrl-C, and not the objective's own
-            if raised is error:
-                raised.with_traceback(None)  # where it was told says nothing
-            self.fail(raised)
-        self._retention.settled(number)
+def _fail(sweep: Sweep, error: BaseException) -> None:
+    """Start nothing more.
 
-    def fail(self, error: BaseException) -> None:
-        """Start nothing more.
+    Raises:
+        StorageLostError: It is that: nothing can be told any more.
+    """
+    if isinstance(error, StorageLostError):
+        raise error
+    sweep.failure = sweep.failure or error
+    sweep.proposals.stop()
 
-        Raises:
-            StorageLostError: It is that: nothing can be told any more.
-        """
-        if isinstance(error, StorageLostError):
-            raise error
-        self.failure = self.failure or error
-        self._proposals.stop()
 
-    def end_all(self, launched: set[int], runs: Iterable[RunRecord], error: BaseException) -> None:
-        """Fail the trials that were launched, give back the others; record where those flew."""
-        self._ledger.abandon(sorted(launched.intersection(self._proposals.unfinished())), error)
-        for number in self._proposals.unfinished():
-            with contextlib.suppress(StorageLostError):
-                self._proposals.return_to_queue(number)
-        with contextlib.suppress(Exception):  # the storage may be what has failed
-            for run in runs:
-                self._ledger.records.flight(run.launch.number, run.aborted(end=time.time()))
+def end_all(sweep: Sweep, error: BaseException) -> None:
+    """Fail the trials that were launched, give back the others; record where those flew."""
+    ledger, proposals = sweep.ledger, sweep.proposals
+    launched = {number for number, trial in sweep.trials.items() if trial.was_launched}
+    ledger.abandon(sorted(launched.intersection(proposals.unfinished())), error)
+    for number in proposals.unfinished():
+        with contextlib.suppress(StorageLostError):
+            proposals.return_to_queue(number)
+    with contextlib.suppress(Exception):  # the storage may be what has failed
+        for run in sweep.runs.values():
+            ledger.records.flight(run.launch.number, run.aborted(end=time.time()))
 
 
 class EpochEvaluator:

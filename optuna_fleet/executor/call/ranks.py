@@ -181,12 +181,17 @@ class RunCalls:
     _errors: dict[int, Raised] = field(default_factory=dict)  # of ranks that did not wait for it
     _left: set[int] = field(default_factory=set)
 
-    def take(self, call: RankCall) -> None:
-        """A rank makes a call; `next_call` says what to carry out now."""
+    def take(self, call: RankCall) -> RankCall | None:
+        """A rank makes a call; return one of rank 0's that can be carried out now, if any can.
+
+        Its `answer` is due, and then `next_call` may have another one.
+        """
         self._reached[call.rank] = call.index
         if call.rank == 0:
+            if self.world_size == 1 and not self._errors:
+                return call  # there is nobody to agree with
             self.queue.append(call)
-            return
+            return self.next_call()
         if call.is_awaited and call.rank in self._errors:
             self._give(call, call.reply())
         elif call.index in self._done:
@@ -196,6 +201,7 @@ class RunCalls:
         else:
             self._waiting.setdefault(call.index, []).append(call)
         self._forget()
+        return self.next_call()
 
     def next_call(self) -> RankCall | None:
         """Rank 0's next call, if it can be carried out now: `answer` is due."""

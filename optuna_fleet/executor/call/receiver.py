@@ -24,9 +24,12 @@ from optuna_fleet.events import (
     RunLingers,
     WidthLimited,
 )
-from optuna_fleet.executor.call.held import Start
-from optuna_fleet.executor.call.parts import Due, Parts
+from optuna_fleet.executor.call import launches, stop_lines
+from optuna_fleet.executor.call.call_handler import CallHandler
+from optuna_fleet.executor.call.checks import Checks
+from optuna_fleet.executor.call.outcomes import EpochEvaluator, propose
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.sweep import Due, Sweep
 from optuna_fleet.executor.call.watchdog import Hung, may_be_joining
 from optuna_fleet.executor.fleet.capacity import Capacity
 from optuna_fleet.executor.fleet.faults import NodeFaults
@@ -67,7 +70,7 @@ class Joins:
 
     Args:
         are_starting: Whether others are on their way, for which trials that run can wait.
-        later: Has `due` asked so many seconds from now.
+        later: Has something asked so many seconds from now.
     """
 
     def __init__(
@@ -82,69 +85,83 @@ class Joins:
         self._held: list[Event] = []
         self._first = 0.0
 
-    def held_back(self, events: Sequence[Event], *, at_once: bool = False) -> list[Event]:
-        """What to tell now: nothing of devices that join; anything else comes after these.
+    def held_back(self, events: Sequence[Event] = (), *, at_once: bool = False) -> list[Event]:
+        """What to tell now: devices that have waited long enough; anything else comes after these.
 
         If no trial has run yet, all is told `at_once`.
         """
         is_first = not self._held
         self._held += events
-        if at_once or not all(isinstance(event, DeviceJoined) for event in events):
-            return self._all()
-        if is_first and self._held:
-            self._first = self._clock()
-            self._later(GATHER_S, self.due)
-            self._later(AWAIT_S, self.due)
-        return self.due()
-
-    def due(self) -> list[Event]:
-        """Devices that have waited long enough."""
-        waited_s = self._clock() - self._first
-        if waited_s < GATHER_S or (waited_s < AWAIT_S and self._are_starting()):
-            return []
-        return self._all()
-
-    def _all(self) -> list[Event]:
-        events, self._held = self._held, []
-        return events
+        if not at_once and all(isinstance(event, DeviceJoined) for event in self._held):
+            if is_first and events:
+                self._first = self._clock()
+                self._later(GATHER_S, self.held_back)
+                self._later(AWAIT_S, self.held_back)
+            waited_s = self._clock() - self._first
+            if waited_s < GATHER_S or (waited_s < AWAIT_S and self._are_starting()):
+                return []
+        told, self._held = self._held, []
+        return told
 
 
 class Receiver:
     """Takes messages, in order, notes what they say and answers calls; returns what is news."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._runtime, self._runs = parts.runtime, parts.runs
-        self._exclusion = parts.runtime.exclusion
-        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, parts.later)
+    def __init__(self, sweep: Sweep, calls: CallHandler, checks: Checks) -> None:
+        self._sweep = sweep
+        self._calls = calls
+        self._checks = checks
+        self._evaluator = EpochEvaluator(
+            sweep.job.options, sweep.ledger, maximize=sweep.job.maximize
+        )
+        self._runtime, self._runs = sweep.runtime, sweep.runs
+        self._exclusion = sweep.runtime.exclusion
+        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, sweep.later)
         self._node_faults = NodeFaults()
-        self._are_any_lost = False  # else it makes no difference who gets on
         self._capacity = Capacity()
         self._may_grow: bool | None = None
         self._left_out: set[int] = set()
+        self._remarks: set[str] = set()  # what those were about that were told
 
     # -- messages ---------------------------------------------------------------------------------
 
     def take(self, message: Any) -> Sequence[Event]:
-        """Take a message; what ended runs still say is dropped."""
-        if isinstance(message, Due):
-            return self._parts.do(message)
+        """Take a message; what ended runs still say is dropped.
+
+        None if something is new that only the fleet heard.
+        """
         run = self._runs.get(getattr(message, "run_id", -1))
-        if run is not None:
-            return self._take_of_run(run, message)
-        return [*self._take(message), *self.changes()]
+        if run is None:
+            if isinstance(message, Due):
+                return self._sweep.do(message)
+            news = self._take(message)
+            self._checks.send_waiting()
+            return [*news, *launches.send_waiting(self._sweep), *self.changes()]
+        if isinstance(message, RankCall):
+            return self._called(run, message)
+        return self._take_of_run(run, message)
+
+    def _called(self, run: RunRecord, call: RankCall) -> Sequence[Event]:
+        sweep, news = self._sweep, list[Event]()
+        run.has_met = True
+        if (ended := self._calls.carry_out(run, run.calls.take(call))) is not None:
+            news.append(self._evaluator.epoch_ended(run.launch.number, ended))
+        if isinstance(call, Report | EndEpoch) and self._node_faults.any_lost:
+            news += self._progressed(run, run.launch.devices)
+        if sweep.proposals.is_delayed:
+            news += propose(sweep, again=True)
+        return news
 
     def _take_of_run(self, run: RunRecord, message: Any) -> list[Event]:  # noqa: C901 - one arm each
-        parts, number = self._parts, run.launch.number
-        run.has_met |= isinstance(message, RankCall | DataRequested | Trained)
+        sweep = self._sweep
         match message:
-            case RankCall() | Remark():
-                return self._called(run, message)
             case Heartbeat():
-                error = parts.watchdog.hear(run, message)
+                error = sweep.watchdog.hear(run, message)
                 return [] if error is None else [run.fail(error)]
+            case Remark():
+                self._remark(run, message)
             case AtStep():
-                parts.stop_lines.at_step(run, message.rank, message.place)
+                stop_lines.at_step(sweep, run, message.rank, message.place)
             case DataRequested():
                 return self._data_requested(run, message)
             case RateMeasured() | WidthLimited():
@@ -152,74 +169,75 @@ class Receiver:
             case MoveRefused():
                 run.leaving = None
                 return [message]
-            case CheckpointSaved():
-                return [message, *self._checkpoint_told(message, number)]
-            case CheckpointFailed():
-                return self._checkpoint_told(message, number)
+            case CheckpointSaved() | CheckpointFailed():
+                return launches.checkpoint_told(sweep, message)
             case Leaving():
-                run.leaving = run.leaving or parts.journal.now()
-                parts.held.leaves(message.run_id)
-            case Trained() if run.trial.moved_s is not None:
-                seconds = run.trial.moved_s + parts.journal.now() - run.start
-                run.trial.moved_s = None
-                return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
+                self.leaves(run)
+            case Trained():
+                return self._trained(run)
             case Ended():
                 return self._rank_ended(run, message)
         return []
 
     def _take(self, message: Any) -> list[Event]:
         """What is of no run, or of one that has stopped."""
-        parts = self._parts
+        sweep = self._sweep
         match message:
             case TrainerReady() | TrainerExited():
                 return self._trainer_changed(message)
             case CheckpointSaved() | CheckpointFailed():
-                number = parts.held.trial_of(message.run_id)
-                return [] if number is None else self._checkpoint_told(message, number)
+                return launches.checkpoint_told(sweep, message)
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)
-            case ObjectiveKept():
-                parts.copies.kept(message)
-                parts.launcher.send_waiting()
-                parts.checks.send_waiting()
+            case ObjectiveKept() if message.objective_id == sweep.job.objective_id:
+                sweep.objective_at[message.agent] = message.path
             case Checked():
-                return parts.checks.checked(message)
+                return self._checks.checked(message)
             case NodeLeaving():
                 compat.fleet_logger.info(message.text)
                 return self._node_leaving(message.devices)
             case NodeLost():
                 return self._node_lost(message)
             case PipelineReport():
-                parts.pipeline_log.note(self._runtime.reports.total, parts.journal.now())
+                sweep.pipeline_log.note(self._runtime.reports.total, sweep.journal.now())
                 if self._capacity.heard(self._runtime.reports.last):
                     return [PreprocessingMeasured(samples_per_s=self._capacity.samples_per_s)]
-            case _:
-                parts.launcher.send_waiting()
         return []
 
+    def _remark(self, run: RunRecord, remark: Remark) -> None:
+        """Say it once, though each rank of each trial may find it."""
+        if not (remark.keys and self._remarks.issuperset(remark.keys)):
+            self._remarks.update(remark.keys)
+            compat.fleet_logger.warning(f"Trial {run.launch.number}: {remark.text}")
+
     def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
+        run.has_met = True
         self._runtime.prepare_groups()
         run.is_movable |= message.model.movable
-        self._parts.stop_lines.save_in_time(run)
-        message = self._parts.checks.note(run.trial, message)
-        return [message, *self._parts.outcomes.propose(again=True)]
+        stop_lines.save_in_time(self._sweep, run)
+        message = self._checks.note(run.trial, message)
+        return [message, *propose(self._sweep, again=True)]
 
-    def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
-        parts, news = self._parts, list[Event]()
-        if (ended := parts.calls.take(run, call)) is not None:
-            news.append(parts.evaluator.epoch_ended(run.launch.number, ended))
-        if self._are_any_lost and isinstance(call, Report | EndEpoch):
-            news += self._progressed(run, run.launch.devices)
-        if parts.proposals.is_delayed:
-            news += parts.outcomes.propose(again=True)
-        return news
+    def leaves(self, run: RunRecord) -> None:
+        """A run leaves its devices: the next checkpoint that it tells of is what it leaves."""
+        run.leaving = run.leaving or self._sweep.journal.now()
+        run.has_told = False
+
+    def _trained(self, run: RunRecord) -> list[Event]:
+        run.has_met = True
+        if run.trial.moved_s is None:
+            return []
+        seconds = run.trial.moved_s + self._sweep.journal.now() - run.start
+        run.trial.moved_s = None
+        return [MoveMeasured(run_id=run.launch.run_id, seconds=seconds)]
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
-        parts, device = self._parts, message.device
+        sweep, device = self._sweep, message.device
         run.end_rank(message)
-        parts.calls.leave(run, message.rank)
-        parts.stop_lines.at_step(run, message.rank)
-        parts.held.rank_ended(run, message)
+        run.calls.leave(message.rank)  # who waits for a call of it does so in vain
+        self._calls.carry_out(run, run.calls.next_call())
+        stop_lines.at_step(sweep, run, message.rank)
+        launches.rank_ended(run, message)
         self._will_linger(run, GATHER_S)
         news: list[Event] = [
             RankEnded(
@@ -230,52 +248,20 @@ class Receiver:
             )
         ]
         if message.is_last:  # before anything else is launched there
-            news += [*self._device_lost(device), DeviceLost(device=device)]
+            news += [*launches.device_lost(sweep, device), DeviceLost(device=device)]
         self._runtime.rank_ended(message)
         if message.has_device_failed and message.error is not None:
             news = self._lost(run, device, message.error.description) + news
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
             news = self._progressed(run, [device]) + news
-        return [*news, *parts.fail_if_faulty(run), *self.changes()]
+        return [*news, *sweep.fail_if_faulty(run), *self.changes()]
 
     def _will_linger(self, run: RunRecord, seconds: float) -> None:
         """What its ranks leave is not free at once: others may end, for one plan."""
         if run.remaining() and not run.will_linger:
             run.will_linger = True
             lingers = RunLingers(run_id=run.launch.run_id)
-            self._parts.later_of(seconds, run, lambda run: [lingers])
-
-    def _checkpoint_told(
-        self, message: CheckpointSaved | CheckpointFailed, number: int
-    ) -> list[Event]:
-        """A run has made a checkpoint, or can't: what follows if it has left its devices."""
-        if isinstance(message, CheckpointSaved):
-            self._parts.retention.folder.saved(message.location)
-        else:
-            self._checkpoint_failed(number, message)
-        match self._parts.held.take(message):
-            case Start() as start:
-                return self._parts.start(start)
-            case CheckpointSaved() as saved:
-                return [saved]
-        return []
-
-    def _checkpoint_failed(self, number: int, message: CheckpointFailed) -> None:
-        """Say so, once per trial."""
-        trial = self._parts.trials[number]
-        if not trial.has_complained:
-            trial.has_complained = True
-            compat.fleet_logger.warning(
-                f"Trial {number} goes on without a new checkpoint. {message.problem} Until "
-                "that is mended, it can't change its devices, and should its process die, it is "
-                "run again from its last good checkpoint, or without one from its beginning."
-            )
-
-    def _device_lost(self, device: int) -> list[Event]:
-        """No run begins there, and nothing is waited for that was there."""
-        self._parts.launcher.trainer_died(device)
-        starts = self._parts.held.device_lost(device)
-        return [event for start in starts for event in self._parts.start(start)]
+            self._sweep.later_of(seconds, run, lambda run: [lingers])
 
     # -- the fleet --------------------------------------------------------------------------------
 
@@ -284,7 +270,7 @@ class Receiver:
     ) -> list[Event]:
         device, trainers, news = message.device, self._runtime.trainers, list[Event]()
         if isinstance(message, TrainerExited) and message.process == trainers.process_on(device):
-            news += self._device_lost(device)
+            news += launches.device_lost(self._sweep, device)
             for run in [run for run in self._runs.values() if device in run.remaining()]:
                 is_killed = trainers.is_killed(device)
                 error = run.lose_rank(message, is_killed=is_killed)
@@ -292,9 +278,7 @@ class Receiver:
                     news.append(run.fail(error))
                 elif not is_killed and not is_with_node:
                     news += self._lost(run, device, f"its trainer ended with {message.cause}")
-        news += self._change_fleet(self._runtime.device_events(message))
-        self._parts.checks.send_waiting()  # one may have waited for a trainer there
-        return news
+        return news + self._change_fleet(self._runtime.device_events(message))
 
     def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
         for run in self._runs.values():
@@ -309,7 +293,7 @@ class Receiver:
             news += self._change_fleet([DeviceGone(device=device) for device in message.devices])
         for exited in message.exits:  # at once: nothing is placed where all is dead
             news += self._trainer_changed(exited, is_with_node=True)
-        news += self._parts.checks.node_lost(message.devices)
+        news += self._checks.node_lost(message.devices)
         return news + (self._store_lost() if message.had_store else [])
 
     def _store_lost(self) -> list[Event]:
@@ -324,14 +308,12 @@ class Receiver:
         return news
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
-        self._are_any_lost = True
         self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
         nodes = {self._exclusion.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
-        self._are_any_lost = self._node_faults.any_lost
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
@@ -357,15 +339,15 @@ class Receiver:
         return news
 
     def _change_fleet(self, events: Sequence[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._parts.launcher.has_launched)
+        return self._joins.held_back(events, at_once=not self._sweep.has_launched)
 
     # -- what no message tells --------------------------------------------------------------------
 
     def look(self) -> list[Event]:
         """End runs that hang; say what else has changed."""
         for run in self._runs.values():
-            self._parts.keep_to_time(run)
-        hung = self._parts.watchdog.hung(self._runs.values())
+            self._sweep.keep_to_time(run)
+        hung = self._sweep.watchdog.hung(self._runs.values())
         return [*(event for each in hung for event in self._end_hung(each)), *self.changes()]
 
     def _end_hung(self, hung: Hung) -> list[Event]:

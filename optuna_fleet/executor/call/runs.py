@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optuna_fleet.events import Ending, Launch, RunFailed
+from optuna_fleet.events import CheckpointSaved, Ending, Launch, RunFailed
 from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.call.ranks import RunCalls, parted
 from optuna_fleet.executor.given import Options
@@ -83,10 +83,32 @@ class StopLine:
 
 
 @dataclass(slots=True, kw_only=True)
+class Left:
+    """What a trial's last run has left, in memory and in a checkpoint.
+
+    Attributes:
+        run_id: Of that run.
+        device: Of its rank 0, whose process writes the checkpoint.
+        holds: That process has the state in memory too.
+        is_pending: Nobody has told yet whether the checkpoint is written.
+        saved: It is, which the controller has not heard.
+        follower: The run that has gone on with it.
+    """
+
+    run_id: int
+    device: int
+    is_pending: bool
+    holds: bool = True
+    saved: CheckpointSaved | None = None
+    follower: int = -1
+
+
+@dataclass(slots=True, kw_only=True)
 class TrialRecord:
     """What outlives the runs of a trial that is not done.
 
     Attributes:
+        left: What its last run has left, if that was told.
         was_launched: At least once, be it by a driver that is dead.
         flown_s: For so many seconds it had devices, in runs that have ended.
         moved_s: What its move has cost so far; None if it has trained since, or was not moved.
@@ -94,6 +116,7 @@ class TrialRecord:
         has_complained: It was told that it goes on without a new checkpoint.
     """
 
+    left: Left | None = None
     was_launched: bool = False
     flown_s: float = 0.0
     moved_s: float | None = None
@@ -101,7 +124,7 @@ class TrialRecord:
     has_complained: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RunRecord:
     """One stay of a trial on its devices.
 
@@ -125,6 +148,9 @@ class RunRecord:
         leaving: Since when its trial is about to leave its devices, as `start`.
         heard: When each rank that is at work gave its last sign of life; see `Watchdog`.
         heartbeats: What they said then.
+        has_state: It is known with which state of its trial it begins.
+        held: The run that left this state in the memory of rank 0's process, if one did.
+        has_told: It has told of a checkpoint, since it was to leave if it was.
         progressed: When one of them was known to have come further.
     """
 
@@ -151,6 +177,9 @@ class RunRecord:
     heard: dict[int, float] = field(default_factory=dict)
     heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     progressed: float = 0.0
+    has_state: bool = False
+    held: int | None = None
+    has_told: bool = False
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.

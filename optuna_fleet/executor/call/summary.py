@@ -12,23 +12,6 @@ from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge.records import Decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """How a plan was made: fields of `optuna_fleet.alloc.Plan`."""
-
-    solver: str
-    status: str
-    gap: float | None
-    solve_time_s: float
-
-    @classmethod
-    def of(cls, plan: Plan) -> Solved:
-        """What is kept of a plan."""
-        return cls(
-            solver=plan.solver, status=plan.status, gap=plan.gap, solve_time_s=plan.solve_time_s
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FleetSummary:
     """One `optimize` call in numbers; printed, in words.
@@ -48,7 +31,8 @@ class FleetSummary:
             away.
         decisions: Every allocation that moved a trial or began a round, with its reason, solver
             status, gap and time.
-        plans: How every allocation was made, those included that changed nothing.
+        plans: How every allocation was made, those included that changed nothing; without their
+            flotillas.
         rescales: How often a trial was moved to other devices.
         move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
             train. 0 if none was measured.
@@ -68,7 +52,7 @@ class FleetSummary:
     probing_s: float
     profiling_s: float
     decisions: tuple[Decision, ...]
-    plans: tuple[Solved, ...]
+    plans: tuple[Plan, ...]
     rescales: int
     move_s: float
     pipeline: PipelineStats | None
@@ -147,7 +131,7 @@ class FleetSummary:
             yield _how_solved(self.plans)
 
 
-def _how_solved(plans: Sequence[Solved]) -> str:
+def _how_solved(plans: Sequence[Plan]) -> str:
     """As "120 plans, 98 % by CBC, 4 ms each"."""
     solvers = Counter(plan.solver for plan in plans if plan.solver)
     by = "".join(f", {n / len(plans):.0%} by {name}" for name, n in solvers.items())

@@ -48,13 +48,13 @@ class Clearance:
 
     def may_widen(self, trial: Trial) -> bool:
         """Whether a plan may give it several devices."""
-        return self._may(trial, self._widens(trial))
+        return self._may(self._known(trial, "widens"))
 
     def may_move(self, trial: Trial) -> bool:
         """Whether a plan may give it other devices than it has; if these go it moves anyway."""
-        return self._may(trial, self._moves(trial))
+        return self._may(self._known(trial, "moves"))
 
-    def _may(self, trial: Trial, found: bool | None) -> bool:
+    def _may(self, found: bool | None) -> bool:
         return self.may_begin and self.wanted is None if found is None else found
 
     @property
@@ -62,21 +62,17 @@ class Clearance:
         """Whether a check that is wanted may be made."""
         return self.is_affordable or not self._has_begun
 
-    def _widens(self, trial: Trial) -> bool | None:
-        """What is known of it: None if nothing is."""
-        return self._known(trial, [(one.traits, one.widens) for one in self._findings])
-
-    def _moves(self, trial: Trial) -> bool | None:
-        return self._known(trial, [(one.traits, one.moves) for one in self._findings])
-
-    def _known(self, trial: Trial, found: list[tuple[frozenset[str], bool]]) -> bool | None:
+    def _known(self, trial: Trial, what: str) -> bool | None:
+        """What was found of it: None if nothing was."""
         traits = frozenset() if trial.model is None else trial.model.traits
         if not traits:
             return True
-        for others, has_passed in reversed(found):
-            if others == traits:
-                return has_passed
-        passed = frozenset[str]().union(*(others for others, has_passed in found if has_passed))
+        passed = frozenset[str]()
+        for one in reversed(self._findings):
+            if one.traits == traits:
+                return bool(getattr(one, what))
+            if getattr(one, what):
+                passed |= one.traits
         return True if traits <= passed else None
 
     def is_kept(self, plan: Plan, trials: Iterable[Trial]) -> bool:
@@ -90,9 +86,9 @@ class Clearance:
         for trial in trials:
             assignment = assignments.get(trial.number)
             devices = set() if assignment is None else set(assignment.devices)
-            uses = [self._widens(trial)] if len(devices) > 1 else []
+            uses = [self._known(trial, "widens")] if len(devices) > 1 else []
             if trial.run is not None and devices != set(trial.run.devices):
-                uses.append(self._moves(trial))
+                uses.append(self._known(trial, "moves"))
             is_kept &= all(uses)
             if None in uses:
                 unchecked.append(trial)
@@ -115,7 +111,9 @@ class Clearance:
         if self._is_under_way or not self.may_begin:
             return None
         if self.wanted is None and looks_ahead and self.is_affordable:
-            unchecked = [t for t in trials if None in (self._widens(t), self._moves(t))]
+            unchecked = [
+                t for t in trials if None in [self._known(t, what) for what in ("widens", "moves")]
+            ]
             self.wanted = max(filter(self._num_new, unchecked), key=self._num_new, default=None)
         if self.wanted is not None:
             self._is_under_way, self.is_affordable, self._has_begun = True, False, True

@@ -20,6 +20,7 @@ from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
+    BeginCheck,
     CheckAffordable,
     CheckEnded,
     CheckpointSaved,
@@ -63,6 +64,10 @@ from optuna_fleet.executor.deciding.state import State
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
 from optuna_fleet.preflight.verdict import Finding
 
+_NEWS = DeviceLost | DeviceLeaving | DeviceJoined | GrowthExpected
+_NEWS |= RateMeasured | WidthLimited | RunLingers
+"""What the last plan did not know of; what else may be news says so itself."""
+
 
 class Controller:
     """The state machine of one `optimize` call, on the devices that have joined.
@@ -90,7 +95,7 @@ class Controller:
     @property
     def round(self) -> int:
         """Number of plans that were carried out."""
-        return self._planner.round
+        return self._planner.rounds.number
 
     @property
     def finished(self) -> bool:
@@ -117,7 +122,11 @@ class Controller:
     def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
         if isinstance(event, RunEvent):
             run = self._state.runs.get(event.run_id)
-            return [] if run is None else self._take_of_run(run, event)
+            if run is None:  # what ended runs still say
+                return []
+            self._state.has_news |= isinstance(event, _NEWS)
+            return self._take_of_run(run, event)
+        self._state.has_news |= isinstance(event, _NEWS)
         match event:
             case DeviceLost():
                 return self._device_lost(event)
@@ -127,12 +136,10 @@ class Controller:
                 return self._device_leaving(event.device)
             case GrowthExpected():
                 self._state.may_grow = event.is_expected
-                self._state.has_news = True
             case DeviceJoined():
                 if self._state.devices.join(event.device):
-                    self._planner.end_round()
+                    self._planner.rounds.end()
                 self._state.join(event.device.index)
-                self._state.has_news = True
             case TrialProposed():
                 self._trial_proposed(event)
             case ProposalDelayed():
@@ -148,10 +155,10 @@ class Controller:
             case CheckEnded():
                 self._clearance.end(event.finding)
                 self._state.end_check()
-                self._planner.void()
+                self._state.void()
             case CheckAffordable():
                 self._clearance.is_affordable = True
-                self._planner.void()
+                self._state.void()
             case _:
                 assert_never(event)
         return []
@@ -159,14 +166,12 @@ class Controller:
     def _take_of_run(  # noqa: C901 - one arm per event
         self, run: Run, event: RunEvent
     ) -> list[Instruction]:
-        """What ended runs still say was dropped."""
         trial = self._state.trials[run.number]
         match event:
             case RankEnded():
                 return self._rank_ended(run, event)
             case RunLingers():
                 self._state.linger(run)
-                self._state.has_news = True
             case RunFailed():
                 return self._abort(run, Stage.FAILED)
             case DataRequested():
@@ -178,7 +183,7 @@ class Controller:
             case MoveRefused():
                 if run.stage is Stage.LEAVING:
                     run.become(Stage.FIXED)  # it may fail again, and that costs the others a plan
-                    self._planner.call_off()
+                    self._state.call_off()
             case MoveMeasured():
                 trial.rescale_s = event.seconds
                 self._state.moves_s.append(event.seconds)
@@ -206,17 +211,15 @@ class Controller:
     def _rate_measured(self, run: Run, trial: Trial, samples_per_s: float) -> None:
         assert trial.model is not None
         if self._profiles.measure(trial.model.structure, run.devices, samples_per_s):
-            self._planner.void()
+            self._state.void()
         run.measured = True
-        self._state.has_news = True
 
     def _width_limited(self, run: Run, trial: Trial, max_devices: int) -> list[Instruction]:
         was_known, trial.max_devices = trial.is_too_wide, max_devices
-        self._state.has_news = True
         promised = self._state.pending.get(run.number)
         if promised is not None and len(promised.devices) > max_devices:
             del self._state.pending[run.number]
-            self._planner.call_off()
+            self._state.call_off()
         return self._abort(run) if trial.is_too_wide and not was_known else []
 
     def _epoch_ended(self, run: Run, trial: Trial, event: EpochEnded) -> list[Instruction]:
@@ -227,7 +230,9 @@ class Controller:
         decision, devices = EpochDecision.GO, tuple[int, ...]()
         if event.converged:
             decision = EpochDecision.STOP
-        elif run.is_moving or self._state.has_to_leave(run):
+        elif run.is_moving or (
+            run.stage is Stage.TRAINING and not self._state.leaving.isdisjoint(run.devices)
+        ):
             decision, devices = EpochDecision.YIELD, self._state.next_devices(run)
             if run.stage is not Stage.LEAVING:
                 run.become(Stage.LEAVING)
@@ -262,22 +267,21 @@ class Controller:
         state.lose(device)
         self._state.has_news = True
         instructions: list[Instruction] = []
-        if (run := state.run_on(device)) is not None:
+        if (run := state.run_on.get(device)) is not None:
             # By order, but meant for the run before this one: lost all the same.
             ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
             ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
             run.lost_with_node |= event.with_node or device in self._gone
             instructions = self._rank_ended(run, ended)
-        if state.is_promised([device]):
-            self._planner.call_off()
+        if device in state.promised:
+            self._state.call_off()
         return instructions
 
     def _device_leaving(self, device: int) -> list[Instruction]:
         self._state.leaving.add(device)
-        if self._state.is_promised([device]):
-            self._planner.call_off()
-        self._state.has_news = True
-        run = self._state.run_on(device)
+        if device in self._state.promised:
+            self._state.call_off()
+        run = self._state.run_on.get(device)
         if run is None or not self._problems.can_leave(self._state.trials[run.number]):
             return []
         run.clears = True
@@ -337,7 +341,12 @@ class Controller:
         if not free or len(self._state.devices) < 2:
             return []
         trial = self._clearance.take(trials, looks_ahead=self._state.policy.looks_ahead)
-        return [] if trial is None else [self._state.begin_check(trial, free[0])]
+        if trial is None:
+            return []
+        assert trial.model is not None
+        self._state.checked_on = free[0]
+        self._state.idle.remove(free[0])
+        return [BeginCheck(number=trial.number, device=free[0], traits=trial.model.traits)]
 
     def _may_propose(self) -> bool:
         if self._state.is_proposing or self._state.is_delayed or not self._planner.takes_new:
@@ -345,21 +354,21 @@ class Controller:
         most = self._state.policy.max_trials
         if most is not None and len(self._state.trials) >= most:
             return False
-        if self._state.num_without_run() < self._state.policy.lookahead:
+        if len(self._state.trials) - len(self._state.runs) < self._state.policy.lookahead:
             return True
         waiting = [t for t in self._state.waiting() if not self._problems.waits(t)]
         fits = any(map(self._problems.fits_fleet, waiting))
         if fits and not self._problems.are_last_to_come():
             return False
         # Those that wait for more devices to join leave these to others, up to a point.
-        return len(waiting) <= len(self._state.devices) and self._state.has_free()
+        return len(waiting) <= len(self._state.devices) and bool(self._state.free())
 
     def _give_back_unlaunched(self) -> list[Instruction]:
         """Once nothing more may start, give back to the study what was never launched."""
         unlaunched = [
             trial.number
             for trial in self._state.with_status(Status.PROPOSED)
-            if trial.run is None and not trial.was_launched
+            if not trial.was_launched
         ]
         for number in unlaunched:
             self._state.remove(number)

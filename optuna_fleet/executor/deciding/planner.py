@@ -32,13 +32,14 @@ class Rounds:
 
     Attributes:
         number: Of the present round; 0 before the first plan.
+        awaited: Runs that are measured, since the round has ended; None until that is asked.
     """
 
     def __init__(self, policy: PolicyRules) -> None:
         self.number = 0
         self._policy = policy
         self._widths: dict[int, int] = {}
-        self._awaited: set[int] | None = None
+        self.awaited: set[int] | None = None
 
     def begin(self, runs: Iterable[Run], plan: Plan) -> None:
         """A plan is about to be carried out."""
@@ -68,41 +69,36 @@ class Rounds:
 
         Only those under way when the round ended: where trials are short, there is always some.
         """
-        self._awaited = unsettled if self._awaited is None else self._awaited & unsettled
-        return bool(self._awaited)
-
-    def decide(self) -> None:
-        """A plan is asked for."""
-        self._awaited = None
+        self.awaited = unsettled if self.awaited is None else self.awaited & unsettled
+        return bool(self.awaited)
 
 
 class Planner:
-    """Asks for plans and carries them out."""
+    """Asks for plans and carries them out.
+
+    Attributes:
+        rounds: Of its plans.
+    """
 
     def __init__(self, state: State, problems: Problems, clearance: Clearance) -> None:
         self._state = state
         self._policy = state.policy
         self._problems = problems
         self._clearance = clearance
-        self._rounds = Rounds(state.policy)
+        self.rounds = Rounds(state.policy)
 
     @property
-    def round(self) -> int:
-        """Number of plans that were carried out."""
-        return self._rounds.number
+    def _is_first(self) -> bool:
+        return self.rounds.number == 0
 
     @property
     def takes_new(self) -> bool:
         """Whether devices that are free may be given to what is not of the present round."""
-        return self._policy.paradigm != "global" or self._rounds.is_over(self._state.trials)
+        return self._policy.paradigm != "global" or self.rounds.is_over(self._state.trials)
 
     def may_start(self, trial: Trial) -> bool:
         """Whether a trial may get free devices: also one of the round, if a fault took its own."""
-        return self.takes_new or self._rounds.has(trial)
-
-    def end_round(self) -> None:
-        """There are more devices than the round was made for."""
-        self._rounds.end()
+        return self.takes_new or self.rounds.has(trial)
 
     def rests_after_epoch(self, run: Run) -> bool:
         """Whether a run rests, at the end of an epoch, until there is a plan, which may move it.
@@ -118,31 +114,28 @@ class Planner:
         run.become(Stage.AT_REST)
         return True
 
-    def void(self) -> None:
-        """The last plan was made of wrong figures: make another at once."""
-        self._state.is_void = self._state.has_news = True
-
     def has_planned_for(self, run: Run) -> bool:
         """Whether the last plan knew that this run would leave its devices."""
         problem = self._state.problem
         if problem is not None and run.number in problem.by_number:
             return run.is_moving and set(run.devices).issubset(problem.devices)
-        return run.number in self._state.pending and self._state.is_promised(run.devices)
-
-    def call_off(self) -> None:
-        """The last plans can't be carried out; another is made of what is left of them."""
-        self._state.call_off()
-        self.void()
+        return run.number in self._state.pending and self._state.promised.issuperset(run.devices)
 
     def ask(self) -> list[Instruction]:
         """Ask for a plan, if there is reason to."""
         if not self._state.has_news:
             return []
-        candidates = self._candidates()
+        candidates = self._problems.candidates(is_first=self._is_first)
         instructions = self._go_on(candidates)
-        if self._should_decide(candidates):
-            instructions += self._decide(candidates)
-        return instructions
+        if not self._should_decide(candidates):
+            return instructions
+        state = self._state
+        state.is_deciding, state.has_news, state.is_void = True, False, False
+        self.rounds.awaited = None
+        state.problem = self._problems.build(candidates)
+        for run in state.runs.values():
+            run.is_between_epochs = run.stage is Stage.AT_REST
+        return [*instructions, Allocate(problem=state.problem)]
 
     def _go_on(self, candidates: list[Trial]) -> list[Instruction]:
         """Who rests goes on if no plan may move it, because of a check, or has a choice."""
@@ -161,7 +154,7 @@ class Planner:
         So a sweep of as many trials as devices needs no plan at the end of each epoch.
         """
         movable = [trial for trial in candidates if self._problems.is_movable(trial)]
-        if len(movable) != 1 or self._state.has_free():
+        if len(movable) != 1 or self._state.free():
             return bool(movable)
         run, model = movable[0].run, movable[0].model
         return run is None or model is None or len(run.devices) > model.min_devices
@@ -173,39 +166,29 @@ class Planner:
         if self._policy.paradigm == "elastic":
             return not state.is_clearing() and self._has_choice(candidates)
         waiting = any(map(self.may_start, state.waiting()))
-        if self.round > 0 and waiting and state.has_free():
+        if self.rounds.number > 0 and waiting and state.free():
             return True
         return self._state.is_void or (
-            self._rounds.is_over(state.trials) and not self._rounds.awaits(self._unsettled())
+            self.rounds.is_over(state.trials) and not self.rounds.awaits(self._unsettled())
         )
-
-    def _candidates(self) -> list[Trial]:
-        trials = self._problems.candidates(is_first=self.round == 0)
-        return [t for t in trials if t.run is not None or not self._problems.waits(t)]
 
     def _unsettled(self) -> set[int]:
         trials, runs = self._state.trials, self._state.runs.values()
         return {r.run_id for r in runs if not self._problems.is_settled(trials[r.number], r)}
 
-    def _decide(self, candidates: list[Trial]) -> list[Instruction]:
-        self._state.is_deciding, self._state.has_news, self._state.is_void = True, False, False
-        self._rounds.decide()
-        self._state.problem = self._problems.build(candidates)
-        for run in self._state.runs.values():
-            run.is_between_epochs = run.stage is Stage.AT_REST
-        return [Allocate(problem=self._state.problem)]
-
     def carry_out(self, plan: Plan) -> list[Instruction]:
         """Begin with the plan that was asked for."""
         self._state.is_deciding = False
         instructions: list[Instruction] = []
-        posed = self._posed()
-        assert self._state.problem is not None
-        is_held_back = self._problems.is_held_back(plan, self._state.problem)
-        if is_held_back or not self._clearance.is_kept(plan, posed):
-            self.void()
+        problem, problems = self._state.problem, self._problems
+        assert problem is not None
+        # Whom it was asked about: others became candidates while it was made.
+        asked = {c.number for c in problem.candidates if c.movable}
+        posed = [t for t in problems.candidates(is_first=self._is_first) if t.number in asked]
+        if problems.is_held_back(plan, problem) or not self._clearance.is_kept(plan, posed):
+            self._state.void()
             return instructions
-        plan = self._amended(plan, posed)
+        plan = problems.amended(plan, problem, posed)
         assignments = plan.assignments
         moved = []
         for trial in posed:
@@ -225,22 +208,9 @@ class Planner:
         self._promise(promised)
         if self._policy.paradigm == "elastic" and not moves:
             return instructions
-        self._rounds.begin(self._state.runs.values(), plan)
+        self.rounds.begin(self._state.runs.values(), plan)
         plan = self._problems.explained(plan)
-        return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
-
-    def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:
-        """What it starts is not to be where it was lost, if that can be."""
-        assert self._state.problem is not None
-        given = {device for a in plan.assignments.values() for device in a.devices}
-        starting = {trial.number: trial for trial in posed if trial.run is None}
-        return self._problems.amended(plan, starting, set(self._state.problem.devices) - given)
-
-    def _posed(self) -> list[Trial]:
-        """Whom the plan was asked about: others became candidates while it was made."""
-        assert self._state.problem is not None
-        posed = {c.number for c in self._state.problem.candidates if c.movable}
-        return [trial for trial in self._candidates() if trial.number in posed]
+        return [StartRound(round=self.rounds.number, plan=plan, moves=moves), *instructions]
 
     def _promise(self, assignments: dict[int, Assignment]) -> None:
         """Let placements wait for their devices, if these are still what they were."""

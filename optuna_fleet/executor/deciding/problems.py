@@ -74,7 +74,10 @@ class Problems:
             trial
             for trial in self._state.trials.values()
             if trial.number not in self._state.pending
-            and (trial.status is Status.WAITING or (flying and self.may_leave(trial)))
+            and (
+                (trial.status is Status.WAITING and not self.waits(trial))
+                or (flying and self.may_leave(trial))
+            )
         ]
 
     def may_leave(self, trial: Trial) -> bool:
@@ -100,13 +103,16 @@ class Problems:
         """Devices that may be given to the candidates: free ones and their own."""
         state = self._state
         runs = (trial.run for trial in candidates if trial.run)
-        own = (d for run in runs for d in run.devices if state.run_on(d) is run)
+        own = (d for run in runs for d in run.devices if state.run_on.get(d) is run)
         return {*state.free(), *own} - state.leaving
 
     def build(self, candidates: list[Trial]) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
         usable, joined = self.usable(candidates), self._state.joined
-        nodes, kinds = self._nodes(usable), self._devices.kinds
+        kinds, by_place = self._devices.kinds, defaultdict[tuple[int, str], list[int]](list)
+        for device in sorted(usable):
+            by_place[self._devices[device].node, self._devices[device].kind].append(device)
+        nodes = dict(sorted(by_place.items()))  # each node and type is a node of the problem
         move_s = median(self._state.moves_s) if self._state.moves_s else self._policy.rescale_s
         problem = AllocationProblem(
             candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
@@ -195,20 +201,13 @@ class Problems:
             rescale_down_s=move_s if model.rescale_down_s is None else model.rescale_down_s,
         )
 
-    def _nodes(self, usable: set[int]) -> dict[tuple[int, str], list[int]]:
-        """Devices by node and type, in ascending order: each is a node of the problem."""
-        nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for device in sorted(usable):
-            nodes[self._devices.place_of(device)].append(device)
-        return dict(sorted(nodes.items()))
-
     # -- where a trial is not started again -------------------------------------------------------
 
     # Not on nodes that it was lost on, while others have room: so a bad node shows itself by
     # different trials, and costs none of them all of its restarts.
 
     def _shuns(self, trial: Trial, device: int) -> bool:
-        return self._devices.place_of(device)[0] in trial.lost_on
+        return self._devices[device].node in trial.lost_on
 
     def waits(self, trial: Trial) -> bool:
         """Whether it is started, on one device, only on a node that it was not lost on.
@@ -228,15 +227,17 @@ class Problems:
             return None
         return device
 
-    def amended(self, plan: Plan, starting: Mapping[int, Trial], spare: Collection[int]) -> Plan:
+    def amended(self, plan: Plan, problem: AllocationProblem, posed: list[Trial]) -> Plan:
         """A plan in which fewer devices are of nodes that their trials were lost on.
 
-        They are exchanged between trials that it is `starting`, and for the `spare` ones that it
-        gives to nobody.
+        They are exchanged between trials that it starts, and for those that it gives to nobody.
         """
+        starting = {trial.number: trial for trial in posed if trial.run is None}
         if not any(trial.losses for trial in starting.values()):
             return plan
-        given = {n: a.devices for n, a in plan.assignments.items() if n in starting}
+        assignments = plan.assignments
+        spare = set(problem.devices).difference(*(a.devices for a in assignments.values()))
+        given = {n: a.devices for n, a in assignments.items() if n in starting}
         owners = {device: number for number, devices in given.items() for device in devices}
         self._exchange(pool := {**owners, **dict.fromkeys(spare)}, starting)
         now = {n: tuple(sorted(d for d, owner in pool.items() if owner == n)) for n in given}
@@ -256,7 +257,7 @@ class Problems:
             number, theirs = pool[device], pool[other]
             if number == theirs or shuns(number, other) or shuns(theirs, device):
                 return False
-            return self._devices.kind_of(device) == self._devices.kind_of(other)
+            return self._devices[device].kind == self._devices[other].kind
 
         for device in list(pool):
             if shuns(pool[device], device):

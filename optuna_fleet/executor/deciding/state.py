@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count
 
 from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Assignment
-from optuna_fleet.events import BeginCheck, Ending
+from optuna_fleet.events import Ending
 from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
 from optuna_fleet.resources import Device
 
@@ -22,8 +22,7 @@ class Presence:
     def __init__(self) -> None:
         self._known: dict[int, Device] = {}
         self._here: set[int] = set()
-        self._num_by_kind: Counter[str] = Counter()
-        self._sizes: dict[str, Counter[int]] = defaultdict(Counter)  # of nodes, by type
+        self._nums: dict[str, int] = {}  # by type; empty until it is asked for, as the next
         self._fewest: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def __len__(self) -> int:
@@ -32,48 +31,49 @@ class Presence:
     def __iter__(self) -> Iterator[int]:
         return iter(self._here)
 
+    def __getitem__(self, number: int) -> Device:
+        """A device that has joined at any time."""
+        return self._known[number]
+
     def join(self, device: Device) -> bool:
         """A device joins, for the first time or again; return whether there is one more now."""
         is_more = not self.leave(device.index)
         self._known[device.index] = device
         self._here.add(device.index)
-        self._count(device, 1)
         return is_more
 
     def leave(self, device: int) -> bool:
         """A device is gone; return whether that is news."""
-        if device not in self._here:
-            return False
-        self._here.remove(device)
-        self._count(self._known[device], -1)
-        return True
-
-    def _count(self, device: Device, change: int) -> None:
-        self._num_by_kind[device.kind] += change
-        self._sizes[device.kind][device.node] += change
-        self._fewest.clear()
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Device types, in ascending order."""
-        return tuple(sorted(kind for kind, number in self._num_by_kind.items() if number))
+        self._nums, self._fewest = {}, {}
+        is_here = device in self._here
+        self._here.discard(device)
+        return is_here
 
     @property
     def num_by_kind(self) -> dict[str, int]:
         """Number of devices of each type, in ascending order."""
-        return {kind: self._num_by_kind[kind] for kind in self.kinds}
+        if not self._nums:
+            self._nums = dict(sorted(self.num_of_each(self._here).items()))
+        return self._nums
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Device types, in ascending order."""
+        return tuple(self.num_by_kind)
 
     @property
     def widest(self) -> int:
         """Most devices of one type."""
-        return max(self._num_by_kind.values(), default=0)
+        return max(self.num_by_kind.values(), default=0)
 
     def fewest_nodes(self, kind: str, width: int) -> tuple[int, ...]:
         """On how few nodes 1, 2, ... devices of a type can be; 1 where there are not so many."""
         key = kind, width
         if key not in self._fewest:
-            sizes = sorted(filter(None, self._sizes[kind].values()), reverse=True)
-            nodes = [n for n, size in enumerate(sizes, 1) for _ in range(size)][:width]
+            here = (self._known[device] for device in self._here)
+            sizes = Counter(device.node for device in here if device.kind == kind)
+            largest_first = sorted(sizes.values(), reverse=True)
+            nodes = [n for n, size in enumerate(largest_first, 1) for _ in range(size)][:width]
             self._fewest[key] = (*nodes, *[1] * (width - len(nodes)))
         return self._fewest[key]
 
@@ -81,22 +81,14 @@ class Presence:
         """The nodes of devices that have joined at any time."""
         return frozenset(self._known[device].node for device in devices)
 
-    def kind_of(self, device: int) -> str:
-        """Type of a device that has joined at any time."""
-        return self._known[device].kind
-
     def num_of_each(self, devices: Iterable[int]) -> Counter[str]:
         """How many of these devices, which have joined at any time, are of each type."""
-        return Counter(map(self.kind_of, devices))
+        return Counter(self._known[device].kind for device in devices)
 
     def kind_of_all(self, devices: Iterable[int]) -> str:
         """Type of devices that have joined at any time, at least one; or `SEVERAL`."""
         kinds = self.num_of_each(devices)
         return SEVERAL if len(kinds) > 1 else next(iter(kinds))
-
-    def place_of(self, device: int) -> tuple[int, str]:
-        """Node and type of a device that has joined at any time."""
-        return self._known[device].node, self._known[device].kind
 
 
 class State:
@@ -108,6 +100,7 @@ class State:
         trials: Trials that are not done, by number.
         runs: Runs that have not ended on all their devices, by run id.
         idle: Devices without a run.
+        run_on: The run that each other device has, until it has ended there.
         joined: Device -> when it joined, as an ordinal; until it is lost.
         leaving: Devices that will be gone soon; nobody gets them.
         pending: Placements that wait until their devices are idle, by trial number. Nobody else
@@ -150,7 +143,7 @@ class State:
         self.problem: AllocationProblem | None = None
         self._run_ids = run_ids
         self._joins = count()
-        self._run_on: dict[int, Run] = {}
+        self.run_on: dict[int, Run] = {}
         self._ending: dict[int, Run] = {}  # in part, by run id: soon they are over
 
     def with_status(self, status: Status) -> list[Trial]:
@@ -161,32 +154,13 @@ class State:
         """Trials that wait, but for those that have a pending placement, eldest first."""
         return [t for t in self.with_status(Status.WAITING) if t.number not in self.pending]
 
-    def num_without_run(self) -> int:
-        """Number of trials without a run."""
-        return len(self.trials) - len(self.runs)
-
-    def run_on(self, device: int) -> Run | None:
-        """The run a device has, if it has not ended there."""
-        return self._run_on.get(device)
-
     def free(self) -> list[int]:
         """Idle devices that no pending placement waits for, in order.
 
         Not those of a run that will be over in a moment: one plan serves all of them.
         """
-        return sorted(self._free())
-
-    def has_free(self) -> bool:
-        """Whether `free` is not empty."""
-        return bool(self._free())
-
-    def _free(self) -> set[int]:
         ending = (run.left for run in self._ending.values())
-        return self.idle.difference(self.leaving, *self._reserved(), *ending)
-
-    def has_to_leave(self, run: Run) -> bool:
-        """Whether a run that trains is on devices that will be gone soon."""
-        return run.stage is Stage.TRAINING and not self.leaving.isdisjoint(run.devices)
+        return sorted(self.idle.difference(self.leaving, self.promised, *ending))
 
     def next_devices(self, run: Run) -> tuple[int, ...]:
         """Where its trial is to go on, if that is known: on the rest, if some devices go."""
@@ -195,12 +169,10 @@ class State:
         rest = tuple(device for device in run.devices if device not in self.leaving)
         return rest if len(rest) < len(run.devices) else ()
 
-    def is_promised(self, devices: Iterable[int]) -> bool:
-        """Whether pending placements wait for all these devices."""
-        return set(devices).issubset(d for reserved in self._reserved() for d in reserved)
-
-    def _reserved(self) -> Iterable[tuple[int, ...]]:
-        return (assignment.devices for assignment in self.pending.values())
+    @property
+    def promised(self) -> set[int]:
+        """Devices that pending placements wait for."""
+        return {device for one in self.pending.values() for device in one.devices}
 
     def ready(self) -> list[tuple[Trial, tuple[int, ...]]]:
         """Takes out and returns the pending placements whose devices are all idle."""
@@ -224,20 +196,27 @@ class State:
 
     def can_serve(self, assignment: Assignment) -> bool:
         """Whether its trial and all its devices will be ready without a further decision."""
-        own = self.trials[assignment.number].run
-        return (own is None or own.is_ending) and all(map(self._falls_free, assignment.devices))
+        own, runs = self.trials[assignment.number].run, self.run_on
+        return (
+            (own is None or own.is_ending)
+            and self.leaving.isdisjoint(assignment.devices)
+            and all(runs[d].is_ending if d in runs else d in self.idle for d in assignment.devices)
+        )
 
-    def _falls_free(self, device: int) -> bool:
-        run = self._run_on.get(device)
-        is_free = device in self.idle if run is None else run.is_ending
-        return is_free and device not in self.leaving
+    def void(self) -> None:
+        """The last plan was made of wrong figures: make another at once."""
+        self.is_void = self.has_news = True
 
     def call_off(self) -> None:
-        """Drops what of the plans has not begun: who was not told to yield yet stays."""
+        """The last plans can't be carried out; another is made of what is left of them.
+
+        What of them has not begun is dropped: who was not told to yield yet stays.
+        """
         for run in self.runs.values():
             if run.stage is Stage.ASKED:
                 run.become(Stage.TRAINING)
         self.pending = {n: a for n, a in self.pending.items() if self.can_serve(a)}
+        self.void()
 
     def start_run(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
         """Starts a run of a trial on idle devices."""
@@ -248,13 +227,13 @@ class State:
         trial.run = self.runs[run.run_id] = run
         trial.was_launched = True
         trial.waited_rounds, trial.previous_devices = 0, ()
-        self._run_on.update(dict.fromkeys(devices, run))
+        self.run_on.update(dict.fromkeys(devices, run))
         return run
 
     def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> None:
         """Ends a run on one device."""
         run.endings[device] = ending
-        del self._run_on[device]
+        del self.run_on[device]
         if not run.lingers:
             self._ending[run.run_id] = run
         if device in run.surviving and not is_leaving:
@@ -277,13 +256,6 @@ class State:
         if run.is_lost or not self.leaving.isdisjoint(run.devices):
             trial.previous_devices = tuple(d for d in run.surviving if d not in self.leaving)
         return trial
-
-    def begin_check(self, trial: Trial, device: int) -> BeginCheck:
-        """A check of a trial, whose model is known, gets an idle device."""
-        assert trial.model is not None
-        self.idle.remove(device)
-        self.checked_on = device
-        return BeginCheck(number=trial.number, device=device, traits=trial.model.traits)
 
     def end_check(self) -> None:
         """The check is over; its device is idle again, if it is there."""
