@@ -28,6 +28,7 @@ from optuna_fleet.virtual_workers.stage_messages import (
     Push,
     Snapshot,
     StageAddress,
+    Sums,
     ToStage,
 )
 
@@ -67,6 +68,8 @@ class Edges:
         self._room = {place: threading.Semaphore(room) for place in near}
         self._outbound: dict[tuple[Lane, int], Outbound] = {}
         self._threads: dict[Lane, list[threading.Thread]] = {}
+        self._sums_to: dict[int, Outbound] = {}
+        self._sums_of: dict[int, Inbound] = {}
         if group is None:
             return
         servers, clients = directory.servers_of(rank), directory.clients_of(rank)
@@ -137,6 +140,25 @@ class Edges:
         moved: ToStage = to_device(message, self._device)
         return moved
 
+    def pass_on(self, rank: int, message: Sums) -> None:
+        """To a stage of another virtual worker; return when the message before has arrived."""
+        assert self._group is not None
+        if rank not in self._sums_to:
+            self._sums_to[rank] = Outbound(self._group, rank, Lane.SUMS)
+        self._sums_to[rank].send(message)
+
+    def passed_on(self, rank: int) -> Sums:
+        """What a stage of another virtual worker passes on; waits for it.
+
+        Raises:
+            RuntimeError: It is gone.
+        """
+        assert self._group is not None
+        if rank not in self._sums_of:
+            self._sums_of[rank] = Inbound(self._group, rank, Lane.SUMS)
+        message: Sums = self._sums_of[rank].receive()
+        return message
+
     def gather(self, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """What each rank but the first gives, on that one; all must call it.
 
@@ -178,6 +200,8 @@ class Edges:
                 self._group.barrier().wait()
         # Connections end with the last reference. Others may be at the barrier, for ever if not.
         self._outbound.clear()
+        self._sums_to.clear()
+        self._sums_of.clear()
         self._gone.clear()
         self._group = None
 

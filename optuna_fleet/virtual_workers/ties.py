@@ -98,14 +98,19 @@ class Ties:
                     parameter.requires_grad_(self._trained[number])
 
     @torch.no_grad()
-    def add_up(self) -> None:
-        """Of all layers, to the shared parameter, which is the optimizer's; all must call it."""
+    def add_up(self, *, is_copy: bool) -> None:
+        """Of all layers, to the shared parameter, which is the optimizer's; all must call it.
+
+        Args:
+            is_copy: Another virtual worker gives the same, and is counted.
+        """
         for parameter, takes, group in self._ties:
             # A row for each layer; in the end of it whether that has a gradient.
             rows = torch.zeros(len(takes), parameter.numel() + 1, dtype=parameter.dtype)
             for row, own in zip(rows, takes, strict=True):
                 if own is not None and own.grad is not None:
-                    row[:-1], row[-1] = own.grad.to_dense().reshape(-1), 1
+                    if not is_copy:
+                        row[:-1], row[-1] = own.grad.to_dense().reshape(-1), 1
                     own.grad = None
             if group is not None:
                 dist.all_reduce(rows, group=group)

@@ -24,7 +24,8 @@ from tests.fleets import Leg, fleet_of, run, small_pipeline
 from tests.waiting import until
 
 ON_FOUR = Leg((0, 1, 2, 3))
-FLUSHED = {"in_flight": 4}
+FLUSHED = {"in_flight": 4, "virtual_workers": 1}
+SHARED = {"in_flight": 4, "virtual_workers": 2}
 SERVERS = {"in_flight": 3, "virtual_workers": 2, "clock_distance": 0}
 ALONE = {"in_flight": 3, "virtual_workers": 1, "clock_distance": 0}
 
@@ -157,9 +158,10 @@ def fail() -> None:
     raise OwnError("too late")
 
 
-def test_an_error_says_where_it_came_about(fleet: Any) -> None:
+@pytest.mark.parametrize("options", [SHARED, SERVERS])
+def test_an_error_says_where_it_came_about(fleet: Any, options: dict[str, Any]) -> None:
     told = r"stage \d of 2 of virtual worker 1, rank \d: layers \d to \d"
-    objective = functools.partial(trains, options=SERVERS, spring=fail)
+    objective = functools.partial(trains, options=options, spring=fail)
     with pytest.raises(OwnError, match=rf"too late \(in {told}\)") as caught:
         run(fleet, objective, ON_FOUR)
     assert "on device" in "".join(traceback.format_exception(caught.value))
@@ -247,6 +249,8 @@ def goes_its_own_way(trial: Any, *, options: dict[str, Any], rank: int | None, h
     ("options", "rank", "how", "said"),
     [
         (FLUSHED, 3, "breaks", ""),
+        (SHARED, 2, "breaks", ""),
+        (SHARED, 1, "returns", "returned"),
         (SERVERS, 2, "is pruned", "was pruned"),
         (ALONE, 0, "returns", "returned"),
     ],
@@ -260,7 +264,7 @@ def test_a_rank_that_leaves_the_others_alone_is_told_of(
         run(fleet, objective, leg)
 
 
-@pytest.mark.parametrize("options", [FLUSHED, SERVERS, ALONE])
+@pytest.mark.parametrize("options", [FLUSHED, SHARED, SERVERS, ALONE])
 def test_all_ranks_of_a_trial_that_is_pruned_between_two_steps_end(
     fleet: Any, options: dict[str, Any]
 ) -> None:
