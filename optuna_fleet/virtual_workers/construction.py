@@ -18,7 +18,7 @@ from optuna_fleet.virtual_workers.parameter_server import (
     ParameterServer,
     ServerClient,
 )
-from optuna_fleet.virtual_workers.part_sums import PartSums, parted
+from optuna_fleet.virtual_workers.part_sums import PartSums
 from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
@@ -98,7 +98,7 @@ class Construction:
             holding.keep(self.part, self.edges.gather, is_copy=worker > 0)
         self.part.to(parts.device)
         self._optimizer.load_state_dict(self._optimizer.state_dict())  # to where parameters are
-        self.ties = Ties(model, shared, self.directory, self.rank)
+        self.ties = Ties(model, shared, self.directory, self.address, self.edges)
         layers = dict(enumerate(self.part, bounds[stage]))
         self.noise = Noise(layers, parts.device, (parts.run.seed, parts.run.number))
         self._trained = set(parameters_of(self.part))
@@ -142,7 +142,7 @@ class Construction:
         """The error for a message of a stage that does something else, in words, than this one."""
         side = 1 if isinstance(message, Gradients) else -1
         rank = self.placement.ranks[self.address.worker][self.address.stage + side]
-        return parted(rank, others, self.rank, own)
+        return self.edges.parted(rank, others, own)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -163,7 +163,6 @@ class Construction:
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
         self.noise.close()
-        self.ties.close()
         if self.sums is not None:
             self.sums.close()
         self.edges.close(alone=alone)
@@ -253,15 +252,15 @@ class Construction:
         return VersionedWeights(parameters, self.rule, self.in_flight, client)
 
     def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        is_copy = self.address.worker > 0
         if self.sums is not None:
             self.loss = self.sums.add_up(parameters)
-        self.ties.add_up(is_copy=is_copy)
+        self.ties.add_up()
         for parameter in parameters.values():
             hooks = getattr(parameter, _HOOKS, None) if parameter.grad is not None else None
             for hook in (hooks or {}).values():
                 hook(parameter)
         if (most := self._options.max_grad_norm) is not None:
+            is_copy = self.address.worker > 0
             _clip_gradients(parameters, self._names, most, is_copy=is_copy)
 
 

@@ -1,8 +1,7 @@
 """What the parts of a batch add up to where several virtual workers share them, with flushes.
 
-The same bits as in one pipeline, however many share the parts. Sums pass from virtual worker to
-virtual worker, layer by layer; each adds what came of its own parts, one by one in their order.
-Then the result goes around.
+The same bits as in one pipeline, however many share the parts: sums pass from one to the next,
+layer by layer, and each adds what came of its own parts, one by one in their order.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from optuna_fleet.exceptions import TrialError
 from optuna_fleet.virtual_workers.edges import Edges
 from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.stage_messages import StageAddress, Sums, Tensors
+from optuna_fleet.virtual_workers.stage_messages import StageAddress, Tensors
 
 _LOSS = ""  # beside names of parameters and buffers, which begin with that of their layer
 _RUNNING = "running_mean", "running_var"
@@ -45,15 +43,15 @@ class PartSums:
         self, part: nn.Module, directory: Directory, address: StageAddress, edges: Edges
     ) -> None:
         self._edges = edges
-        self._rank = directory.stages[address]
-        self._worker = address.worker
         self._buffers = dict(part.named_buffers())
         self._terms: dict[str, list[tuple[float, Tensor]]] = {}
         self._sparse: set[str] = set()
-        self._rings: dict[str, list[int]] = {}
-        for name, piece in directory.layers.items():
-            if piece in directory.users[address]:
-                self._rings[name] = directory.ranks_with(piece)
+        self._names = [*directory.layers]
+        self._rings = {
+            number: directory.ranks_with(piece)
+            for number, piece in enumerate(directory.layers.values())
+            if piece in directory.users[address]
+        }
         self._aside: list[tuple[float, list[Tensor]]] = []
         self._handles: list[Any] = []
         for name, module in part.named_modules():
@@ -82,8 +80,9 @@ class PartSums:
     @torch.no_grad()
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """Each parameter gets its gradient, if it has one; the loss is returned."""
-        sums = self._around(is_step=True)
+        of_layers = self._edges.around(self._rings, self._with_own)
         self._terms.clear()
+        sums = {name: total for sums in of_layers.values() for name, total in sums.items()}
         for name, total in sums.items():
             if name in self._buffers:
                 self._buffers[name].copy_(total)
@@ -99,29 +98,12 @@ class PartSums:
         Raises:
             TrialError: Others make a step.
         """
-        self._around(is_step=False)
+        self._edges.around(self._rings, lambda *_: {}, is_step=False)
 
-    def _around(self, *, is_step: bool) -> dict[str, Tensor]:
-        """All take each layer's sum before it is complete, and then once more."""
-        found: dict[str, dict[str, Tensor]] = {}
-        last = 0
-        for layer, ring in self._rings.items():
-            last = len(ring) - 1
-            before = self._taken(layer, is_step=is_step) if self._worker > 0 else {}
-            found[layer] = self._with_own(layer, before)
-            if self._worker < last:
-                self._pass_on(layer, found[layer], is_step=is_step)
-        for layer in self._rings:
-            if self._worker < last:
-                found[layer] = self._taken(layer, is_step=is_step)
-            if self._worker != last - 1:
-                self._pass_on(layer, found[layer], is_step=is_step)
-        return {name: total for of_layer in found.values() for name, total in of_layer.items()}
-
-    def _with_own(self, layer: str, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _with_own(self, number: int, before: Tensors) -> Tensors:
         found = dict(before)
         for name, terms in self._terms.items():
-            if name.partition(".")[0] not in (layer, _LOSS):  # that goes with each layer
+            if name.partition(".")[0] not in (self._names[number], _LOSS):  # that is with each
                 continue
             if name not in found and name in self._buffers:
                 found[name] = self._buffers[name].cpu()
@@ -131,19 +113,6 @@ class PartSums:
                     total = kept * total
                 found[name] = added if total is None else total + added
         return found
-
-    def _pass_on(self, layer: str, sums: dict[str, Tensor], *, is_step: bool) -> None:
-        ring = self._rings[layer]
-        message = Sums([*self._rings].index(layer), is_step, sums)
-        self._edges.pass_on(ring[(self._worker + 1) % len(ring)], message)
-
-    def _taken(self, layer: str, *, is_step: bool) -> dict[str, Tensor]:
-        rank = self._rings[layer][self._worker - 1]
-        message = self._edges.passed_on(rank)
-        if message.is_step != is_step:
-            what = ("evaluates", "trains")
-            raise parted(rank, what[message.is_step], self._rank, what[is_step])
-        return dict(message.sums)
 
     # -- BatchNorm --------------------------------------------------------------------------------
 
@@ -168,11 +137,3 @@ class PartSums:
             module.num_batches_tracked.sub_(1)
             one = torch.ones_like(module.num_batches_tracked)
             self._note(f"{path}.num_batches_tracked", one)
-
-
-def parted(rank: int, does: str, own_rank: int, own: str) -> TrialError:
-    """The error for ranks that do not do the same, in words."""
-    return TrialError(
-        f"The ranks of the trial went different ways: rank {rank} {does}, while rank {own_rank} "
-        f"{own}. All must call the pipeline's methods alike."
-    )
