@@ -77,7 +77,8 @@ def objective(trial: Any, case: Case, layer_s: float) -> float:
         torch.optim.SGD(model.parameters(), lr=1e-3),
         nn.functional.mse_loss,
         in_flight=case.in_flight,
-        **({} if case.flush else {"clock_distance": 0, "virtual_workers": 1}),
+        virtual_workers=1,
+        **({} if case.flush else {"clock_distance": 0}),
         min_devices=len(case.paces),
         max_devices=len(case.paces),
     )

@@ -9,28 +9,23 @@ import math
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from optuna_fleet.preflight.notes import (
-    BEGIN,
-    END,
     Ending,
-    Key,
     Order,
     Record,
     Rehearsed,
     Sketch,
     Value,
 )
-from optuna_fleet.preflight.verdict import Difference, Outcome, Verdict
-
-Run: TypeAlias = Callable[[Sequence[Sequence[Order]], float], list[list[Rehearsed]]]
-"""As `Rehearsals.run`."""
+from optuna_fleet.preflight.rehearsals import rehearsed
+from optuna_fleet.preflight.verdict import BEGIN, END, Differences, Key, Outcome, Verdict
 
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
 _PATIENCE = 5.0
@@ -48,17 +43,15 @@ _MARGIN = 100.0  # by which the difference of several devices may exceed one rou
 
 @dataclass(slots=True)
 class Check:
-    """Of one objective, with what is suggested to it.
+    """Of one objective, with what is suggested to it, in a process that `rehearsals` prepared.
 
     Attributes:
         order: What is rehearsed.
-        run: Rehearses.
         first_limit_s: What the first rehearsal may take.
         least_s: The others may take so much, and five times what the first one took.
     """
 
     order: Order
-    run: Run
     first_limit_s: float
     least_s: float = 60.0
     _began: float = field(default_factory=time.monotonic)
@@ -116,8 +109,7 @@ class Check:
             (again,), (rounded,) = self._ran([[self.order], [nudged]], limit_s)
             unsteady = _unlike(alone.record, again.record)
             if any(key.kind not in _ASIDE for key in unsteady) or not again.is_whole:
-                found = _differences(unsteady)
-                return Verdict(outcome=Outcome.NOT_REPEATABLE, differences=found)
+                return Verdict(outcome=Outcome.NOT_REPEATABLE, differences=unsteady)
             readings = set(map(_without_places, unsteady))
             by_move = {k: s for k, s in by_move.items() if _without_places(k) not in readings}
             by_width = {k: s for k, s in by_width.items() if _without_places(k) not in readings}
@@ -129,7 +121,7 @@ class Check:
         outcome = Outcome.NOT_MOVED if by_move or not_moved else Outcome.FREE
         return Verdict(
             outcome=Outcome.ONE_DEVICE if by_width or failed else outcome,
-            differences=_differences(by_width),
+            differences=by_width,
             problem=_problem(failed),
             moved=_causes_first(by_move),
             not_moved=not_moved,
@@ -137,7 +129,7 @@ class Check:
         )
 
     def _ran(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Rehearsed]]:
-        ran = self.run(groups, limit_s)
+        ran = rehearsed(groups, limit_s)
         self._cpu_s += sum(one.cpu_s for group in ran for one in group)
         self._last_s = max(one.wall_s for group in ran for one in group)
         return ran
@@ -147,14 +139,14 @@ def _not_checked(why: str, traceback: str = "") -> Verdict:
     return Verdict(outcome=Outcome.NOT_CHECKED, problem=why, traceback=traceback)
 
 
-def _causes_first(by_move: dict[Key, float]) -> tuple[Difference, ...]:
+def _causes_first(by_move: dict[Key, float]) -> Differences:
     """A variable, or a rate, is the cause of what differs in the same mini-epoch, if earlier."""
     if not by_move:
-        return ()
+        return by_move
     first = next(iter(by_move))
     causes = [k for k in by_move if k[:2] == first[:2] and k.kind in ("variable", "learning rate")]
     causes.sort(key=lambda key: key.kind != "variable")
-    return _differences({**dict.fromkeys(causes, math.inf), **by_move})
+    return {**dict.fromkeys(causes, math.inf), **by_move}
 
 
 def _without_places(key: Key) -> tuple[str, str]:
@@ -256,16 +248,3 @@ def _distance(value: Value, other: Value, largest: float) -> float:
         return math.inf
     most = float(np.abs(numbers[finite] - others[finite]).max(initial=0.0))
     return most and most / max(largest, other.largest)
-
-
-def _differences(found: dict[Key, float]) -> tuple[Difference, ...]:
-    return tuple(
-        Difference(
-            kind=key.kind,
-            name=key.name,
-            size=size,
-            epoch=key.epoch,
-            step=None if key.moment == END else key.moment,
-        )
-        for key, size in found.items()
-    )

@@ -21,7 +21,7 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.check import Check
 from optuna_fleet.preflight.notes import Order
-from optuna_fleet.preflight.rehearsals import Rehearsals
+from optuna_fleet.preflight.rehearsals import prepare_process
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count
@@ -138,9 +138,10 @@ def main() -> None:
     """Body of the process that makes the checks."""
     descriptor, sys.path[:], modules = pickle.load(sys.stdin.buffer)
     preload((*modules, "optuna_fleet.preflight.rehearsal"))
-    rehearsals, connection = Rehearsals(), Connection(descriptor)
+    prepare_process()
+    connection = Connection(descriptor)
     with contextlib.suppress(KeyboardInterrupt, OSError, EOFError):
         while True:
             order, limits_s = connection.recv()
-            connection.send(Check(order, rehearsals.run, *limits_s).verdict())
+            connection.send(Check(order, *limits_s).verdict())
     end_session()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,31 +13,8 @@ from optuna.study import Study, StudyDirection
 
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.preflight.verdict import Key
 from optuna_fleet.wire.node_messages import StoreReady
-
-KINDS = (
-    *("gradient", "learning rate", "buffer", "trial.state", "optimizer state"),
-    *("parameter", "state of the object", "total", "variable", "reported value"),
-)
-"""Of what is noted; of several at one moment the first causes the others."""
-
-BEGIN, END = 0, 1 << 20
-"""As moments: the beginning of a mini-epoch, and its end."""
-
-
-class Key(NamedTuple):
-    """What was noted when: loop from 1, mini-epoch, and a step of it from 1, `BEGIN` or `END`."""
-
-    loop: int
-    epoch: int
-    moment: int
-    kind: str
-    name: str
-
-    @property
-    def order(self) -> tuple[int, int, int, int]:
-        """To sort by: in the order of time, and causes first."""
-        return self.loop, self.epoch, self.moment, KINDS.index(self.kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from optuna_fleet.preflight.notes import BEGIN, END, Key, Rehearsed, Sketch, Value
+from optuna_fleet.preflight.notes import Rehearsed, Sketch, Value
+from optuna_fleet.preflight.verdict import BEGIN, END, Key
 from optuna_fleet.trainer.heartbeat import PACKAGE, is_users
 
 _MOST_STEPS = 4  # of a mini-epoch, whose gradients are kept

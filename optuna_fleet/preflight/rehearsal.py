@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from traceback import format_exc
 from typing import Any, NoReturn, TypeAlias
 
@@ -18,13 +18,12 @@ from torch import nn
 from optuna_fleet.events import EpochDecision, MoveRefused
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.reader.read_plan import ReadPlan
+from optuna_fleet.preflight.conditions import InDouble, QuietNoise
 from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
-from optuna_fleet.preflight.precision import InDouble
-from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.preflight.recorder import Recorder, is_last_loop
-from optuna_fleet.preflight.rehearsals import ENVIRONMENT
+from optuna_fleet.preflight.rehearsals import ENVIRONMENT, forked, left_in
 from optuna_fleet.preflight.subset import Data
-from optuna_fleet.processes import cause_of_death, die_with
+from optuna_fleet.processes import cause_of_death
 from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.leaving import Held
@@ -112,23 +111,12 @@ class Scene:
 
 def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
     """`_run_leg` in a child of this process, and of its group."""
-    with open(os.memfd_create("leg"), "w+b") as file:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                die_with(parent)
-                pickle.dump(_run_leg(*leg), file)
-                file.flush()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code:
-            problem = f"its process ended by {cause_of_death(code)}"
-            return Rehearsed(ending=Ending.DIED, problem=problem)
-        file.seek(0)
-        return pickle.load(file)  # type: ignore[no-any-return]  # from our own child
+    pid, file = forked(partial(_run_leg, *leg))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found: Rehearsed | Moved | None = left_in(file) if code == 0 else None
+    os.close(file)
+    problem = f"its process ended by {cause_of_death(code)}"
+    return found or Rehearsed(ending=Ending.DIED, problem=problem)
 
 
 def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:

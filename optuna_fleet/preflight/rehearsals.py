@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any
 
 from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
@@ -59,59 +59,61 @@ class _Child:
     ran: Rehearsed | None = None
 
 
-class Rehearsals:
-    """Those of one process, which is for nothing else."""
+def prepare_process() -> None:
+    """This process is for checks from now on, and for nothing else."""
+    os.environ.update(ENVIRONMENT)
+    if (compiler := sys.modules.get("torch._dynamo")) is not None:
+        compiler.config.disable = True
+    os.nice(_NICENESS)
 
-    def __init__(self) -> None:
-        os.environ.update(ENVIRONMENT)
-        if (compiler := sys.modules.get("torch._dynamo")) is not None:
-            compiler.config.disable = True
-        os.nice(_NICENESS)
 
-    def run(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Rehearsed]]:
-        """Rehearse side by side, each order in a process of its own.
+def rehearsed(groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Rehearsed]]:
+    """Rehearse side by side, each order in a process of its own.
 
-        Args:
-            groups: Each is one rehearsal: the orders of its ranks.
-            limit_s: For each.
-        """
-        children = [
-            child for number, group in enumerate(groups) for child in self._started(number, group)
-        ]
-        _await(children, dict.fromkeys(range(len(groups)), limit_s))
-        return [
-            [child.ran for child in children if child.group == number and child.ran]
-            for number in range(len(groups))
-        ]
+    Args:
+        groups: Each is one rehearsal: the orders of its ranks.
+        limit_s: For each.
+    """
+    children = [child for number, group in enumerate(groups) for child in _begun(number, group)]
+    _await(children, dict.fromkeys(range(len(groups)), limit_s))
+    return [
+        [child.ran for child in children if child.group == number and child.ran]
+        for number in range(len(groups))
+    ]
 
-    def _started(self, number: int, group: Sequence[Order]) -> list[_Child]:
-        if len(group) == 1:
-            return [_started(number, group[0])]
-        with socket.create_server(("127.0.0.1", 0)) as listener:  # where ranks find each other
-            process = ProcessId("preflight", os.getpid())
-            store = StoreReady(host="127.0.0.1", port=listener.getsockname()[1], process=process)
-            orders = [replace(order, store=store) for order in group]
-            return [_started(number, order, listener) for order in orders]
+
+def _begun(number: int, group: Sequence[Order]) -> list[_Child]:
+    if len(group) == 1:
+        return [_started(number, group[0])]
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # where ranks find each other
+        process = ProcessId("preflight", os.getpid())
+        store = StoreReady(host="127.0.0.1", port=listener.getsockname()[1], process=process)
+        orders = [replace(order, store=store) for order in group]
+        return [_started(number, order, listener) for order in orders]
 
 
 def _started(group: int, order: Order, listener: socket.socket | None = None) -> _Child:
     """Start the process of one rank; the first one serves the store."""
-    file = os.memfd_create("rehearsed")
 
-    def main() -> None:
+    def rehearses() -> Rehearsed:
+        os.setpgid(0, 0)  # it ends with what it has started
         from optuna_fleet.preflight.rehearsal import rehearse
         from optuna_fleet.trainer.groups import store_on
 
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nowhere, stream)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         store = None
         if listener is not None and order.rank == 0:
             store = store_on(listener)
         elif listener is not None:
             listener.close()
-        with open(file, "wb", closefd=False) as out:
-            pickle.dump(rehearse(order), out)
+        found = rehearse(order)
         del store
+        return found
 
-    pid = _forked(main)
+    pid, file = forked(rehearses)
     return _Child(group=group, pid=pid, pidfd=os.pidfd_open(pid), file=file)
 
 
@@ -140,40 +142,39 @@ def _ended(child: _Child, *, is_late: bool) -> Rehearsed:
     os.kill(child.pid, signal.SIGKILL)  # if it has not begun
     _, status, usage = os.wait4(child.pid, 0)
     cause = cause_of_death(os.waitstatus_to_exitcode(status))
-    rehearsed = Rehearsed(ending=Ending.DIED, problem=f"its process ended by {cause}")
+    found = Rehearsed(ending=Ending.DIED, problem=f"its process ended by {cause}")
     if is_late:
-        rehearsed = Rehearsed(ending=Ending.LATE, problem="it did not end in time")
+        found = Rehearsed(ending=Ending.LATE, problem="it did not end in time")
     elif os.waitstatus_to_exitcode(status) == 0:
-        with open(child.file, "rb", closefd=False) as file, contextlib.suppress(Exception):
-            file.seek(0)
-            rehearsed = pickle.load(file)  # from our own child
+        found = left_in(child.file) or found
     os.close(child.pidfd)
     os.close(child.file)
-    rehearsed.wall_s = time.monotonic() - child.began
-    rehearsed.cpu_s = usage.ru_utime + usage.ru_stime
-    return rehearsed
+    found.wall_s = time.monotonic() - child.began
+    found.cpu_s = usage.ru_utime + usage.ru_stime
+    return found
 
 
-def _forked(main: Callable[[], object]) -> int:
-    parent = os.getpid()
+def forked(give: Callable[[], object]) -> tuple[int, int]:
+    """Fork a process that ends when it has left what is given in a file: both are returned."""
+    file, parent = os.memfd_create("rehearsed"), os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become(parent, main)
-    return pid
+        code = 1
+        try:
+            die_with(parent)
+            with open(file, "wb", closefd=False) as out:
+                pickle.dump(give(), out)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)
+    return pid, file
 
 
-def _become(parent: int, main: Callable[[], object]) -> NoReturn:
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        die_with(parent)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(nowhere, stream)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        main()
-        code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(code)
+def left_in(file: int) -> Any:
+    """What a fork has left there, if anything."""
+    with open(file, "rb", closefd=False) as left, contextlib.suppress(Exception):
+        left.seek(0)
+        return pickle.load(left)  # from our own child
+    return None

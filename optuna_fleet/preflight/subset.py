@@ -11,9 +11,8 @@ from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.preflight.conditions import QuietNoise, in_double
 from optuna_fleet.preflight.notes import Order
-from optuna_fleet.preflight.precision import in_double
-from optuna_fleet.preflight.quiet_noise import QuietNoise
 from optuna_fleet.wire.packing import unpack
 
 

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+KINDS = (
+    *("gradient", "learning rate", "buffer", "trial.state", "optimizer state"),
+    *("parameter", "state of the object", "total", "variable", "reported value"),
+)
+"""Of what is noted; of several at one moment the first causes the others."""
+
+BEGIN, END = 0, 1 << 20
+"""As moments: the beginning of a mini-epoch, and its end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Something that is not what it is on one device, undisturbed.
+class Key(NamedTuple):
+    """What was noted when: loop from 1, mini-epoch, and a step of it from 1, `BEGIN` or `END`."""
 
-    Attributes:
-        kind: Of what: one of `notes.KINDS`.
-        name: As the user wrote it.
-        epoch: Mini-epoch in which it was seen, from 0.
-        step: Of an optimizer, from 1, in that; None at its end.
-        size: By what part of the largest number of its kind; infinite where it is of another kind.
-    """
-
+    loop: int
+    epoch: int
+    moment: int
     kind: str
-    name: str
-    epoch: int = 0
-    step: int | None = None
-    size: float = float("inf")
+    name: str  # as the user wrote it
 
-    def __str__(self) -> str:
-        where = "at the end" if self.step is None else f"in step {self.step}"
-        size = f" by {self.size:.2g} of the largest" if self.size < float("inf") else ""
-        return (
-            f"the {self.kind} `{self.name}` differs{size} {where} of mini-epoch {self.epoch + 1}"
-        )
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """To sort by: in the order of time, and causes first."""
+        return self.loop, self.epoch, self.moment, KINDS.index(self.kind)
+
+
+Differences: TypeAlias = Mapping[Key, float]
+"""By what part of the largest number of its kind; infinite where it is of another kind."""
+
+
+def _first(differences: Differences) -> str:
+    """The first of them, in words."""
+    key, size = next(iter(differences.items()))
+    where = "at the end" if key.moment == END else f"in step {key.moment}"
+    by = f" by {size:.2g} of the largest" if size < math.inf else ""
+    return f"the {key.kind} `{key.name}` differs{by} {where} of mini-epoch {key.epoch + 1}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +91,10 @@ class Verdict:
     """
 
     outcome: Outcome
-    differences: Sequence[Difference] = ()
+    differences: Differences = field(default_factory=dict)
     problem: str = ""
     traceback: str = ""
-    moved: Sequence[Difference] = ()
+    moved: Differences = field(default_factory=dict)
     not_moved: str = ""
     worst: float = 0.0
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -117,12 +128,12 @@ class Verdict:
             case Outcome.NOT_MOVED:
                 return f"the same on several devices, but not moved: {moves}", keep
             case Outcome.ONE_DEVICE:
-                what = str(self.differences[0]) if self.differences else self.problem
+                what = _first(self.differences) if self.differences else self.problem
                 nor = f"; nor is it moved: {moves}" if moves else ""
-                advice = [_usual_reason(first) for first in self.differences[:1]]
+                advice = [_usual_reason(key) for key in [*self.differences][:1]]
                 return f"one device: on several {what}{nor}", " ".join([*advice, keep]).strip()
             case Outcome.NOT_REPEATABLE:
-                what = str((*self.differences, "it fails")[0])
+                what = _first(self.differences) if self.differences else "it fails"
                 return f"not repeatable on one device: run again, {what}", _SEED
             case Outcome.NOT_CHECKED:
                 return f"not checked, and so one device: {self.problem}", self.traceback
@@ -133,8 +144,8 @@ class Verdict:
     def _of_moves(self) -> str:
         if self.not_moved or not self.moved:
             return self.not_moved
-        if self.moved[0].kind != "variable":
-            return f"after a move {self.moved[0]}, as something begins anew"
+        if next(iter(self.moved)).kind != "variable":
+            return f"after a move {_first(self.moved)}, as something begins anew"
         names = (one.name for one in self.moved if one.kind == "variable")
         roots = (name.removeprefix("len(").removesuffix(")").partition("[")[0] for name in names)
         found = list(dict.fromkeys(f"`{root}`" for root in roots))
@@ -154,9 +165,9 @@ class Verdict:
         return f"<div><b>{html.escape(first)}</b>{rest}</div>"
 
 
-def _usual_reason(first: Difference) -> str:
+def _usual_reason(first: Key) -> str:
     """What usually makes several devices differ, by what differs first, and when."""
-    if first.kind == "gradient" and (first.epoch, first.step) == (0, 1):
+    if first.kind == "gradient" and (first.epoch, first.moment) == (0, 1):
         return _LOSS
     return _REASONS.get(first.kind, _KEPT)
 

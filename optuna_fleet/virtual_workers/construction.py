@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.groups import gloo_group, group_size, wire_device
@@ -18,6 +18,7 @@ from optuna_fleet.virtual_workers.parameter_server import (
     ParameterServer,
     ServerClient,
 )
+from optuna_fleet.virtual_workers.part_sums import PartSums
 from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
@@ -55,6 +56,7 @@ class Construction:
         edges: The ways to others.
         ties: What its layers share with each other and those of other stages.
         noise: Of its layers.
+        sums: Over virtual workers that share the parts of a batch; None if there are none.
         share: Of this virtual worker in the update of a minibatch.
         rule: From gradients to updates; None where the optimizer steps.
         agreement: With the same layers of other virtual workers.
@@ -96,11 +98,15 @@ class Construction:
             holding.keep(self.part, self.edges.gather, is_copy=worker > 0)
         self.part.to(parts.device)
         self._optimizer.load_state_dict(self._optimizer.state_dict())  # to where parameters are
-        self.ties = Ties(model, shared, self.directory, self.rank)
+        self.ties = Ties(model, shared, self.directory, self.address, self.edges)
         layers = dict(enumerate(self.part, bounds[stage]))
         self.noise = Noise(layers, parts.device, (parts.run.seed, parts.run.number))
         self._trained = set(parameters_of(self.part))
-        self.share = 1 / self.num_workers
+        self.share = 1.0 if is_flushed else 1 / self.num_workers
+        self.sums: PartSums | None = None
+        if is_flushed and self.num_workers > 1:
+            self.sums = PartSums(self.part, self.directory, self.address, self.edges)
+        self.loss: Tensor | None = None
         self.rule: SgdRule | None = None
         if not is_flushed:
             self.rule = SgdRule(self._optimizer, parameters_of(self.part).items(), self.share)
@@ -136,10 +142,7 @@ class Construction:
         """The error for a message of a stage that does something else, in words, than this one."""
         side = 1 if isinstance(message, Gradients) else -1
         rank = self.placement.ranks[self.address.worker][self.address.stage + side]
-        return TrialError(
-            f"The ranks of the trial went different ways: rank {rank} {others}, while rank "
-            f"{self.rank} {own}. All must call the pipeline's methods alike."
-        )
+        return self.edges.parted(rank, others, own)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -160,7 +163,8 @@ class Construction:
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
         self.noise.close()
-        self.ties.close()
+        if self.sums is not None:
+            self.sums.close()
         self.edges.close(alone=alone)
 
     # -- how it trains ----------------------------------------------------------------------------
@@ -184,14 +188,14 @@ class Construction:
     @property
     def parts(self) -> range:
         """Which of them go through this virtual worker."""
-        worker = self.address.worker
-        return range(self.num_parts) if self._options.is_flushed else range(worker, worker + 1)
+        worker, total, number = self.address.worker, self.num_parts, self.num_workers
+        return range(worker * total // number, (worker + 1) * total // number)
 
     @property
     def schedule(self) -> Schedule:
         """When a minibatch may start."""
         if self._options.is_flushed:
-            return Flush(self.in_flight)
+            return Flush(len(self.parts))
         is_alone = self.num_workers == 1
         distance = None if is_alone else self._options.clock_distance
         return WaveSynchronous(self.in_flight, distance)
@@ -226,7 +230,9 @@ class Construction:
     def _weights(self) -> Weights:
         if self.rule is None:
             parameters = dict(self.part.named_parameters())  # also those to be trained later
-            return FlushedWeights(parameters, self._optimizer, self.in_flight, self._before_step)
+            note = self.sums.note if self.sums else None
+            given = parameters, self._optimizer, len(self.parts), self._before_step
+            return FlushedWeights(*given, note)
         parameters = dict(parameters_of(self.part))
         if changed := self._trained ^ parameters.keys():
             raise FleetConfigError(
@@ -246,13 +252,16 @@ class Construction:
         return VersionedWeights(parameters, self.rule, self.in_flight, client)
 
     def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        if self.sums is not None:
+            self.loss = self.sums.add_up(parameters)
         self.ties.add_up()
         for parameter in parameters.values():
             hooks = getattr(parameter, _HOOKS, None) if parameter.grad is not None else None
             for hook in (hooks or {}).values():
                 hook(parameter)
         if (most := self._options.max_grad_norm) is not None:
-            _clip_gradients(parameters, self._names, most)
+            is_copy = self.address.worker > 0
+            _clip_gradients(parameters, self._names, most, is_copy=is_copy)
 
 
 @torch.no_grad()
@@ -260,6 +269,8 @@ def _clip_gradients(
     parameters: Mapping[str, nn.Parameter],
     names: Sequence[str],
     max_norm: float,
+    *,
+    is_copy: bool,
 ) -> None:
     """As ``torch.nn.utils.clip_grad_norm_`` does with the whole model; all ranks must call it.
 
@@ -269,12 +280,14 @@ def _clip_gradients(
         parameters: Those of this rank.
         names: Of all of them, the same on each rank.
         max_norm: Of all gradients together.
+        is_copy: Another rank has the same gradients, and is counted.
     """
     graded = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     own = {name: torch.linalg.vector_norm(g).double() for name, g in graded.items()}
     device = wire_device()
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([own[name].to(device) if name in own else zero for name in names])
+    counted = {} if is_copy else own
+    norms = torch.stack([counted[name].to(device) if name in counted else zero for name in names])
     if group_size() > 1:
         dist.all_reduce(norms)  # all but one of each are 0
     scale = (max_norm / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)

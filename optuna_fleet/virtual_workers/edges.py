@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.nested import map_tensors, to_device
 from optuna_fleet.virtual_workers.parameter_server import Directory, ParameterServer
 from optuna_fleet.virtual_workers.stage_messages import (
@@ -28,6 +29,8 @@ from optuna_fleet.virtual_workers.stage_messages import (
     Push,
     Snapshot,
     StageAddress,
+    Sums,
+    Tensors,
     ToStage,
 )
 
@@ -67,6 +70,8 @@ class Edges:
         self._room = {place: threading.Semaphore(room) for place in near}
         self._outbound: dict[tuple[Lane, int], Outbound] = {}
         self._threads: dict[Lane, list[threading.Thread]] = {}
+        self._sums_to: dict[int, Outbound] = {}
+        self._sums_of: dict[int, Inbound] = {}
         if group is None:
             return
         servers, clients = directory.servers_of(rank), directory.clients_of(rank)
@@ -137,6 +142,63 @@ class Edges:
         moved: ToStage = to_device(message, self._device)
         return moved
 
+    def around(
+        self,
+        rings: Mapping[int, Sequence[int]],
+        with_own: Callable[[int, Tensors], Tensors],
+        *,
+        is_step: bool = True,
+    ) -> dict[int, Tensors]:
+        """Sums, to which each rank of a ring adds in turn, and which then go around complete.
+
+        Args:
+            rings: By numbers, alike on all their ranks, which take them in the same order.
+            with_own: A number, and the sums so far, to these with what this rank has.
+            is_step: Whether the sums are those of a step: not where ranks only meet.
+
+        Raises:
+            TrialError: Other ranks do something else.
+            RuntimeError: One of them is gone.
+        """
+        found: dict[int, Tensors] = {}
+        for number, ring in rings.items():
+            place = ring.index(self._rank)
+            before = self._passed_on(ring[place - 1], is_step) if place > 0 else {}
+            found[number] = with_own(number, before)
+            if place < len(ring) - 1:
+                self._pass_on(ring[place + 1], Sums(number, is_step, found[number]))
+        for number, ring in rings.items():
+            place = ring.index(self._rank)
+            if self._rank != ring[-1]:
+                found[number] = self._passed_on(ring[place - 1], is_step)
+            if (following := ring[(place + 1) % len(ring)]) != ring[-1]:
+                self._pass_on(following, Sums(number, is_step, found[number]))
+        return found
+
+    def _pass_on(self, rank: int, message: Sums) -> None:
+        assert self._group is not None
+        if rank not in self._sums_to:
+            self._sums_to[rank] = Outbound(self._group, rank, Lane.SUMS)
+        self._sums_to[rank].send(message)
+
+    def _passed_on(self, rank: int, is_step: bool) -> Tensors:
+        assert self._group is not None
+        if rank not in self._sums_of:
+            self._sums_of[rank] = Inbound(self._group, rank, Lane.SUMS)
+        message = self._sums_of[rank].receive()
+        if message.is_step != is_step:
+            what = ("evaluates", "trains")
+            raise self.parted(rank, what[message.is_step], what[is_step])
+        sums: Tensors = message.sums
+        return sums
+
+    def parted(self, rank: int, does: str, own: str) -> TrialError:
+        """The error for ranks that do not do the same, in words."""
+        return TrialError(
+            f"The ranks of the trial went different ways: rank {rank} {does}, while rank "
+            f"{self._rank} {own}. All must call the pipeline's methods alike."
+        )
+
     def gather(self, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """What each rank but the first gives, on that one; all must call it.
 
@@ -178,6 +240,8 @@ class Edges:
                 self._group.barrier().wait()
         # Connections end with the last reference. Others may be at the barrier, for ever if not.
         self._outbound.clear()
+        self._sums_to.clear()
+        self._sums_of.clear()
         self._gone.clear()
         self._group = None
 

@@ -24,6 +24,7 @@ from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.parameter_server import Directory
+from optuna_fleet.virtual_workers.part_sums import has_statistics
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
 from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 from optuna_fleet.virtual_workers.stage_placement import (
@@ -80,6 +81,8 @@ def place(
         return alone, Directory.of(((0,),), ((),), dict.fromkeys(model._modules, 0.0), [0])
     costs, on = _measured(model, loss, batch, demand, parts)
     demand = replace(demand, memory_bytes=on.memory_bytes[0])
+    if demand.is_flushed and any(cost.leaves_something for own in costs for cost in own):
+        demand = replace(demand, most_workers=1)
     if group_size() > 1:
         demand = replace(demand, links=measured_links(on.nodes, parts.run.rank, WIRE))
     try:
@@ -90,7 +93,8 @@ def place(
         parts.session.remark(["layout"], placement.reason)
     sizes = (cost.parameter_bytes for cost in costs[0])
     layer_bytes = dict(zip(model._modules, sizes, strict=True))
-    return placement, Directory.of(placement.ranks, placement.cuts, layer_bytes, on.nodes)
+    given = placement.ranks, placement.cuts, layer_bytes, on.nodes
+    return placement, Directory.of(*given, has_servers=not demand.is_flushed)
 
 
 def _measured(
@@ -124,7 +128,7 @@ def _use_others(
     number, num_blocks = group_size(), len(demand.blocks)
     if isinstance(refusal, TooManyDevices):
         why = f"On {number} devices: {refusal}"
-        raise parts.weights.too_wide(why, max_devices=num_blocks)
+        raise parts.weights.too_wide(why, max_devices=(demand.most_workers or 1) * num_blocks)
     most = demand.most_devices
     fewest = demand.fewest_stages(costs, most)
     if number >= most or (fewest is None and parts.run.are_alike):
@@ -169,7 +173,7 @@ def layer_costs(
             own = _copy(layer).to(device)
             is_last = place == len(layers) - 1
             cost, values = _measure(own, loss if is_last else None, values, targets, device)
-            costs.append(cost)
+            costs.append(replace(cost, leaves_something=_leaves_something(own, layer)))
     return costs
 
 
@@ -177,6 +181,17 @@ def _copy(layer: nn.Module) -> nn.Module:
     """Also of one with results of autograd, as those of `nn.utils.weight_norm`, or of a pass."""
     held = [t for module in layer.modules() for t in tensors_in(vars(module)) if not t.is_leaf]
     return copy.deepcopy(layer, {id(tensor): tensor.detach().clone() for tensor in held})
+
+
+def _leaves_something(layer: nn.Module, before: nn.Module) -> bool:
+    """Whether passes have changed buffers of a copy, or made some, other than BatchNorm's."""
+    kept = dict(before.named_buffers())
+    return any(
+        name not in kept or not torch.equal(buffer.cpu(), kept[name].cpu())
+        for path, module in layer.named_modules()
+        if not has_statistics(module)
+        for name, buffer in module.named_buffers(path, recurse=False)
+    )
 
 
 def _measure(

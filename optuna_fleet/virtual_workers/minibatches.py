@@ -27,14 +27,14 @@ def is_evaluated(message: ToStage) -> TypeGuard[Activations]:
 
 
 class Evaluation:
-    """Sums over samples; virtual workers take batches in turn."""
+    """Sums over samples; virtual workers take batches in turn, which are added up in order."""
 
     def __init__(self, metric: Metric, device: torch.device) -> None:
         self._metric = metric
         self._device = device
         # Of layers that draw when they are evaluated; alike on all ranks, and another each time.
         self._seed = int(torch.randint(2**31, (), device="cpu"))
-        self._sums: dict[str, float] = {}
+        self._measured: dict[int, dict[str, float]] = {}  # sums, of batches that ended here
         self._num_batches = 0
 
     def add(self, own: Construction, inputs: Any, targets: Any) -> None:
@@ -52,21 +52,22 @@ class Evaluation:
                 values = received.values
             output = own.part(values)
             if own.is_last:
-                self._measure(output, targets, num_samples(inputs))
+                self._measured[number] = self._sums(output, targets, num_samples(inputs))
             else:
                 own.edges.send(own.next_stage(), Activations(_EVALUATED, 0, 0, output))
 
-    def _measure(self, output: Any, targets: Any, size: int) -> None:
+    def _sums(self, output: Any, targets: Any, size: int) -> dict[str, float]:
         found = self._metric(output, to_device(targets, self._device))
         named = found if isinstance(found, dict) else {"": found}
-        for name, value in {**named, _SAMPLES: 1.0}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value) * size
+        return {name: float(value) * size for name, value in {**named, _SAMPLES: 1.0}.items()}
 
     def means(self) -> Any:
         """Of all batches, on every rank; all must call it."""
         sums: dict[str, float] = {}
-        for own in collectives.gather(self._sums):
-            for name, total in own.items():
+        told = collectives.gather({"measured": self._measured})
+        measured = {number: own for rank in told for number, own in rank["measured"].items()}
+        for number in sorted(measured):
+            for name, total in measured[number].items():
                 sums[name] = sums.get(name, 0.0) + total
         size = sums.pop(_SAMPLES, 0.0)
         means = {name: total / size for name, total in sums.items()}

@@ -59,6 +59,8 @@ class Directory:
         cuts: Sequence[Sequence[int]],
         layer_bytes: Mapping[str, float],
         nodes: Sequence[int],
+        *,
+        has_servers: bool = True,
     ) -> Directory:
         """A server is beside one of the stages that ask it; one virtual worker alone needs none.
 
@@ -70,6 +72,7 @@ class Directory:
             cuts: Where its stages end, without the last.
             layer_bytes: Of the parameters of each layer, by its name.
             nodes: Of each rank.
+            has_servers: There are none where pipelines are flushed.
         """
         num_layers = len(layer_bytes)
         ends = sorted({0, num_layers, *(cut for worker in cuts for cut in worker)})
@@ -83,7 +86,7 @@ class Directory:
                 stages[StageAddress(worker, stage)] = own[stage]
         load = dict.fromkeys(stages.values(), 0.0)
         hosts: list[int] = []
-        for place, piece in enumerate(pieces if len(ranks) > 1 else ()):
+        for place, piece in enumerate(pieces if has_servers and len(ranks) > 1 else ()):
             near = [stages[address] for address, used in users.items() if place in used]
             on = [nodes[rank] for rank in near]
             host = min(near, key=lambda rank: (-on.count(nodes[rank]), load[rank]))

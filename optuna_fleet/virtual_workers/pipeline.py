@@ -150,9 +150,9 @@ class Pipeline:
                 self._give(own, part)
             if self._options.is_flushed:
                 self._run(own, lambda stage: stage.completed >= self._num_begun)
-                loss = functools.reduce(torch.add, self._losses)
+                loss = functools.reduce(torch.add, self._losses) if own.loss is None else own.loss
                 self._losses.clear()
-                return loss
+                return loss.to(self._parts.device)
             self._run(own, lambda stage: stage.started >= self._num_begun)
             return None
 
@@ -167,6 +167,8 @@ class Pipeline:
             return []
         self._parts.session.count()
         with own.naming_errors(), torch.no_grad():
+            if own.sums is not None:
+                own.sums.meet()
             if not isinstance(weights := stage.weights, VersionedWeights):
                 return []
             self._run(own, lambda stage: stage.completed >= self._num_begun)
@@ -298,7 +300,7 @@ class Pipeline:
                 copies=copies_of(self._optimizer, is_flushed=options.is_flushed),
                 memory_bytes=memory_of_device(self._parts.device) if limit is None else limit,
                 clock_distance=options.clock_distance,
-                most_workers=options.most_workers,
+                most_workers=options.virtual_workers,
                 layout=options.layout,
                 most_devices=options.max_devices or 1,
             )

@@ -62,11 +62,6 @@ class PipelineOptions:
                 f"`virtual_workers` is {several}, but in the layout {self.layout!r} their number "
                 "follows from the nodes: leave one of them out."
             )
-        if several > 1 and self.is_flushed:
-            raise FleetConfigError(
-                f"`virtual_workers` is {several}, but there is one, whose pipeline is flushed, "
-                "unless you say with `clock_distance` how many waves they may be apart."
-            )
 
     @property
     def is_flushed(self) -> bool:
@@ -83,11 +78,6 @@ class PipelineOptions:
         """Minibatches in flight; None for as many as there is memory for, and as help."""
         return self.num_parts if self.is_flushed else self.in_flight
 
-    @property
-    def most_workers(self) -> int | None:
-        """Virtual workers at most; None for as many as are fastest."""
-        return 1 if self.is_flushed else self.virtual_workers
-
 
 def checked_options(
     model: Any, optimizer: Any, given: Mapping[str, Any], parts: Parts
@@ -99,16 +89,20 @@ def checked_options(
     """
     _check(model, optimizer)
     options = PipelineOptions(**given)
-    if options.most_workers != 1 and _writes_weights(model):
-        raise FleetConfigError(
-            "The model has an embedding with `max_norm`, which writes to its weights when it is "
-            "called: those of several virtual workers would come apart. Leave out "
-            "`clock_distance`, and it trains in stages."
-        )
+    if options.virtual_workers != 1 and _writes_weights(model):
+        if not options.is_flushed:
+            raise FleetConfigError(
+                "The model has an embedding with `max_norm`, which writes to its weights when it "
+                "is called: those of several virtual workers would come apart. Leave out "
+                "`clock_distance`, and it trains in stages."
+            )
+        options = replace(options, virtual_workers=1)
     session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run=run, spans_types=True)
-    workers = options.most_workers
+    workers = options.virtual_workers
+    if options.is_flushed:  # each has a part of a batch at least
+        workers = min(workers or options.num_parts, options.num_parts)
     usable = run.num_of_all_types if workers is None else workers * num_blocks
     most = min(bounds.max_devices or usable, usable)
     if bounds.min_devices > most:

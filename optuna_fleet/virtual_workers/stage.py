@@ -191,7 +191,7 @@ class PipelineStage:
         gradients, returned = self._module.backward(held, minibatch.gradients)
         if not self._is_first:  # first of all: others wait for it
             self._send(-1, Gradients(number, (loss, returned)))
-        self.weights.finish(number, held.weights, gradients)
+        self.weights.finish(number, held.weights, gradients, loss)
 
     def _send(self, distance: int, message: ToStage) -> None:
         worker, stage = self.address

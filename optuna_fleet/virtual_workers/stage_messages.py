@@ -90,9 +90,19 @@ class Snapshot(NamedTuple):
     weights: Tensors
 
 
+class Sums(NamedTuple):
+    """To the next virtual worker that shares a batch: what a layer's add up to; see `PartSums`."""
+
+    piece: int  # here a layer
+    is_step: int
+    sums: Tensors
+
+
 ToStage = Activations | Gradients | Snapshot
-Message = ToStage | Push | Pull
-_NUMBERS: dict[Any, int] = {Activations: 3, Gradients: 1, Push: 3, Pull: 5, Snapshot: 2}
+Message = ToStage | Push | Pull | Sums
+_NUMBERS: dict[Any, int] = dict(
+    zip((Activations, Gradients, Push, Pull, Snapshot, Sums), (3, 1, 3, 5, 2, 2), strict=True)
+)
 _KINDS = list(_NUMBERS)
 _VALUES, _LEAVING = len(_KINDS), len(_KINDS) + 1  # beside them
 _MOST_NUMBERS = max(_NUMBERS.values())
@@ -124,6 +134,7 @@ class Lane(IntEnum):
     VALUES = 1
     TO_SERVERS = 2
     FROM_SERVERS = 3
+    SUMS = 4
 
 
 _HOST = torch.device("cpu")  # not torch's default device: gloo sends and receives no other memory

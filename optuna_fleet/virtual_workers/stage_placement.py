@@ -14,6 +14,7 @@ from optuna_fleet.virtual_workers.layouts import (
     distributions,
     flushed_s,
     partitions_under_load,
+    sync_seconds,
     waves_rate,
 )
 from optuna_fleet.virtual_workers.partition import (
@@ -43,6 +44,7 @@ class LayerCost:
         output_bytes: What it gives to the next layer.
         parameter_bytes: Size of its parameters.
         kept_bytes: What it keeps between the two passes.
+        leaves_something: Passes change its buffers, and not only as BatchNorm's do.
     """
 
     forward_s: float
@@ -50,6 +52,7 @@ class LayerCost:
     output_bytes: float
     parameter_bytes: float
     kept_bytes: float
+    leaves_something: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,8 @@ class Demand:
             many as there is memory for, and as help.
         copies: Of the weights, whatever is in flight.
         memory_bytes: Of each device; infinite if that does not matter.
-        clock_distance: Between virtual workers without flushes; None for one with flushes.
+        clock_distance: Between virtual workers without flushes; None with flushes: they share the
+            parts of a batch.
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
             are fastest.
         layout: One of `LAYOUTS`; None for the fastest.
@@ -125,6 +129,11 @@ class Demand:
     layout: str | None = None
     most_devices: int = 1
     links: Links = _LINKS
+
+    @property
+    def is_flushed(self) -> bool:
+        """See `PipelineOptions`."""
+        return self.clock_distance is None
 
     def fewest_stages(self, costs: Sequence[LayerCost], most: int) -> int | None:
         """How many of the same device hold the model; None if not even `most` of them do."""
@@ -156,10 +165,12 @@ class Demand:
         )
         is_free = self.most_workers is None and self.layout is None
         for name, workers in distributions(devices, speeds, self.layout, self.most_workers):
-            if max(map(len, workers)) > len(layers):
+            has_parts = not self.is_flushed or len(workers) <= (self.in_flight or 1)
+            if max(map(len, workers)) > len(layers) or not has_parts:
                 continue
+            shares = layers if self.is_flushed else _share_of(layers, len(workers))
             try:
-                found.append(self._placed(_share_of(layers, len(workers)), name, workers))
+                found.append(self._placed(shares, name, workers))
             except DoesNotFit as error:
                 refusal = error
             if found and not is_free:
@@ -167,7 +178,8 @@ class Demand:
         if not found:
             raise refusal
         best = min(found, key=lambda layout: layout.batch_s)
-        return self._placement(ranks, best, _in_words(best) if is_free else "")
+        reason = _in_words(best) if is_free and not self.is_flushed else ""
+        return self._placement(ranks, best, reason)
 
     def _placement(self, ranks: Sequence[int], layout: _Layout, reason: str) -> Placement:
         workers = [
@@ -191,7 +203,11 @@ class Demand:
         stages = max(map(len, workers))
         most = stages if self.in_flight is None and len(workers) == 1 else 2 * stages - 1
         found = [self._layout(layers, name, workers, held=1)]
-        for held in range(min(most, self.in_flight or most), 1, -1):
+        if self.in_flight is not None:
+            most = min(
+                most, -(-self.in_flight // len(workers)) if self.is_flushed else self.in_flight
+            )
+        for held in range(most, 1, -1):
             with suppress(DoesNotFit):
                 found.append(self._layout(layers, name, workers, held))
                 if found[-1].slowest_s <= found[0].slowest_s:  # as if memory were without end
@@ -199,23 +215,27 @@ class Demand:
         return min(found, key=lambda layout: layout.batch_s)
 
     def _layout(self, layers: Layers, name: str, workers: Workers, held: int) -> _Layout:
-        in_flight, copies = self.in_flight or held, self.copies
+        in_flight, copies, num = self.in_flight or held, self.copies, len(workers)
         if self.clock_distance is not None:  # versions: as many as are in flight, and of waves
-            copies += in_flight + (self.clock_distance + 3 if len(workers) > 1 else 0)
+            copies += in_flight + (self.clock_distance + 3 if num > 1 else 0)
         problem = PartitionProblem(
             layers=layers, devices=workers[0], in_flight=held, links=self.links, copies=copies
         )
         partitions = partitions_under_load(problem, workers)
         are_local = can_be_local(partitions)
         if self.layout == "ED-local" and not are_local:
-            raise DoesNotFit(f"{len(workers)} virtual workers have layers on unlike nodes.")
+            raise DoesNotFit(f"{num} virtual workers have layers on unlike nodes.")
+        servers = Servers.LOCAL if are_local else Servers.ROUND_ROBIN
         if self.clock_distance is None:
-            stage_s = [stage.seconds for stage in partitions[0].stages]
-            batch_s = flushed_s(stage_s, in_flight, held)
+            syncs = sync_seconds(partitions, layers, self.links, servers) if num > 1 else ()
+            most_parts = -(-in_flight // num)
+            batch_s = 2 * max(map(max, syncs), default=0.0) + max(
+                flushed_s([stage.seconds for stage in its.stages], most_parts, held)
+                for its in partitions
+            )
         else:
-            servers = Servers.LOCAL if are_local else Servers.ROUND_ROBIN
             rate = waves_rate(partitions, layers, self.links, in_flight, servers, held)
-            batch_s = len(workers) / rate  # each has its share of every batch
+            batch_s = num / rate  # each has its share of every batch
         return _Layout(
             name=name, partitions=partitions, held=held, in_flight=in_flight, batch_s=batch_s
         )

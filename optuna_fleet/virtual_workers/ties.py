@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from optuna_fleet.trainer.groups import gloo_group
+from optuna_fleet.virtual_workers.edges import Edges
 from optuna_fleet.virtual_workers.parameter_server import Directory
+from optuna_fleet.virtual_workers.stage_messages import StageAddress, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,11 @@ def shared_parameters(model: nn.Sequential) -> list[Shared]:
 
 
 class _Tie(NamedTuple):
-    """``takes``: what each layer's gradient comes to, if it is here."""
+    """``own``: what gradients of layers that are here come to; ``ring``: ranks with some."""
 
     parameter: nn.Parameter
-    takes: list[nn.Parameter | None]
-    group: dist.ProcessGroup | None
+    own: list[nn.Parameter]
+    ring: list[int]
 
 
 class Ties:
@@ -62,31 +61,35 @@ class Ties:
     Each layer has its gradient by itself. All stages with such a layer add these up, in the order
     of layers, and step alike: so results do not depend on where the layers are.
 
-    All ranks of the trial must make one, at the same time. Of layers here that share a parameter
-    all but the first get one of their own in the same memory, so that gradients do not mix.
+    Of layers here that share a parameter all but the first get one of their own in the same
+    memory, so that gradients do not mix.
 
     Args:
         shared: What they shared when all of them were here.
+        address: Of this rank's stage.
     """
 
     def __init__(
-        self, model: nn.Sequential, shared: Sequence[Shared], directory: Directory, rank: int
+        self,
+        model: nn.Sequential,
+        shared: Sequence[Shared],
+        directory: Directory,
+        address: StageAddress,
+        edges: Edges,
     ) -> None:
+        self._edges = edges
         self._slots = [one.slots for one in shared]  # without the parameters: some are elsewhere
         self._trained = [one.parameter.requires_grad for one in shared]
-        self._ties: list[_Tie] = []
+        self._ties: dict[int, _Tie] = {}
         pieces = [*directory.layers.values()]
-        for one in shared:
-            ranks_of = {place: directory.ranks_with(pieces[place]) for place in one.layers}
-            holders = sorted({its for ranks in ranks_of.values() for its in ranks})
-            group = gloo_group(holders) if len(holders) > 1 else None
-            if rank not in holders:
-                continue
-            here = [place for place, ranks in ranks_of.items() if rank in ranks]
-            own = {place: _own(model[place], one.parameter) for place in here[1:]}
-            own[here[0]] = one.parameter
-            takes = [own.get(place) for place in one.layers]
-            self._ties.append(_Tie(one.parameter, takes, group))
+        rank = directory.stages[address]
+        for number, one in enumerate(shared):
+            ranks = [directory.ranks_with(pieces[layer])[address.worker] for layer in one.layers]
+            here = [layer for layer, its in zip(one.layers, ranks, strict=True) if its == rank]
+            if here:
+                copies = [_own(model[layer], one.parameter) for layer in here[1:]]
+                tie = _Tie(one.parameter, [one.parameter, *copies], list(dict.fromkeys(ranks)))
+                self._ties[-1 - number] = tie  # other sums' numbers begin at 0
 
     def heed(self) -> None:
         """Whose `requires_grad` was changed in one layer, here or not, is changed in all."""
@@ -100,22 +103,20 @@ class Ties:
     @torch.no_grad()
     def add_up(self) -> None:
         """Of all layers, to the shared parameter, which is the optimizer's; all must call it."""
-        for parameter, takes, group in self._ties:
-            # A row for each layer; in the end of it whether that has a gradient.
-            rows = torch.zeros(len(takes), parameter.numel() + 1, dtype=parameter.dtype)
-            for row, own in zip(rows, takes, strict=True):
-                if own is not None and own.grad is not None:
-                    row[:-1], row[-1] = own.grad.to_dense().reshape(-1), 1
-                    own.grad = None
-            if group is not None:
-                dist.all_reduce(rows, group=group)
-            if given := [row[:-1] for row in rows if row[-1]]:
-                total = reduce(torch.add, given).view_as(parameter)
-                parameter.grad = total.to(parameter.device)
+        rings = {number: tie.ring for number, tie in self._ties.items()}
+        for number, sums in self._edges.around(rings, self._with_own).items():
+            parameter = self._ties[number].parameter
+            for total in sums.values():
+                parameter.grad = total.to(parameter.device, copy=True)
 
-    def close(self) -> None:
-        """End the connections: others may wait for this rank, who has failed."""
-        self._ties.clear()
+    def _with_own(self, number: int, before: Tensors) -> Tensors:
+        sums = dict(before)
+        for parameter in self._ties[number].own:
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_dense().cpu()
+                sums[""] = sums[""] + gradient if sums else gradient
+                parameter.grad = None
+        return sums
 
 
 def _own(layer: nn.Module, shared: nn.Parameter) -> nn.Parameter:

@@ -55,7 +55,7 @@ class Weights(ABC):
         """A version, as leaves for autograd; versions are asked for in order."""
 
     @abstractmethod
-    def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
+    def finish(self, number: int, weights: Tensors, gradients: Tensors, loss: Tensor) -> None:
         """The backward pass of a minibatch is done, at these weights; in order."""
 
 
@@ -130,7 +130,7 @@ class VersionedWeights(Weights):
         return leaves
 
     @torch.no_grad()
-    def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
+    def finish(self, number: int, weights: Tensors, gradients: Tensors, loss: Tensor) -> None:
         """The backward pass of a minibatch is done, at these weights; in order."""
         if number != self._done + 1:
             raise AssertionError(f"The update of minibatch {number} came after {self._done}.")
@@ -203,8 +203,9 @@ class FlushedWeights(Weights):
         parameters: Of the stage, by name.
         optimizer: Of these alone; steps when a wave's last backward pass is done. One that looks
             at all gradients of a model together would see a part.
-        wave_size: Microbatches of a step.
+        wave_size: Microbatches of a step, here.
         before_step: Called with the parameters before each step, with all gradients there.
+        note: Takes the loss and the gradients of each microbatch, instead, and has all there then.
     """
 
     def __init__(
@@ -213,8 +214,10 @@ class FlushedWeights(Weights):
         optimizer: torch.optim.Optimizer,
         wave_size: int,
         before_step: Callable[[Mapping[str, nn.Parameter]], object],
+        note: Callable[[Tensor, Tensors], object] | None = None,
     ) -> None:
         self._before_step = before_step
+        self._note = note or self._add
         self._parameters = parameters
         self._optimizer = optimizer
         self._wave_size = wave_size
@@ -231,18 +234,21 @@ class FlushedWeights(Weights):
         return self._parameters
 
     @torch.no_grad()
-    def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
+    def finish(self, number: int, weights: Tensors, gradients: Tensors, loss: Tensor) -> None:
         """Add the gradients of a microbatch; the optimizer steps after a wave's last."""
-        for name, gradient in gradients.items():
-            parameter = self._parameters[name]
-            before = parameter.grad
-            parameter.grad = gradient if before is None else before + gradient
+        self._note(loss, gradients)
         if number % self._wave_size == 0:
             self._before_step(self._parameters)
             self._optimizer.step()
             for parameter in self._parameters.values():  # also what the optimizer does not have
                 parameter.grad = None
             self._stepped = number
+
+    def _add(self, _: Tensor, gradients: Tensors) -> None:
+        for name, gradient in gradients.items():
+            parameter = self._parameters[name]
+            before = parameter.grad
+            parameter.grad = gradient if before is None else before + gradient
 
 
 class SgdRule:

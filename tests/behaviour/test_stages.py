@@ -85,6 +85,49 @@ def test_a_stage_that_dies_costs_its_trial_nothing_but_time(lab: Any) -> None:
     lab.same(in_stages, [3], kills={2: 0, 8: 2}, told=TOLD, **EXACTLY)
 
 
+def deep() -> nn.Sequential:
+    """With dropout, and two layers that have one weight."""
+    tied = [nn.Linear(3, 3) for _ in range(2)]
+    tied[1].weight = tied[0].weight
+    return noisy().extend([nn.Tanh(), tied[0], nn.Tanh(), tied[1]]).double()
+
+
+def shared(
+    trial: Any, *, build: Any = convnet, layout: list[int] | None = None, **more: Any
+) -> None:
+    """With a clipped norm, a layer that is frozen in the second epoch, and this layout on four."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, max_grad_norm=0.5, **more)
+    seen = trial.state.setdefault("seen", [])
+    for epoch in trial.epochs(EPOCHS):
+        model[0].requires_grad_(epoch != 1)
+        for images, labels in trial.batches("train", batch_size=10):
+            moment(trial)
+            seen.append(pipeline.step(images, labels).item())
+        seen.append(pipeline.evaluate(trial.batches("val", batch_size=8)))
+        assert trial.world_size < 4 or layout in (
+            None,
+            [pipeline.num_virtual_workers, pipeline.num_stages],
+        )
+
+
+@pytest.mark.parametrize("build", [convnet, deep])
+@pytest.mark.parametrize(
+    ("workers", "layout"), [(1, [1, 4]), (2, [2, 2]), (3, [3, 2]), (9, [4, 1]), (None, None)]
+)
+def test_pipelines_that_share_each_batch_give_the_bits_of_one(
+    lab: Any, build: Any, workers: int | None, layout: list[int] | None
+) -> None:
+    objective = functools.partial(shared, build=build, layout=layout, virtual_workers=workers)
+    lab.same(objective, [4, 2, 3], told=TOLD, **EXACTLY)
+
+
+def test_who_has_a_share_of_each_batch_and_dies_costs_its_trial_nothing_but_time(lab: Any) -> None:
+    objective = functools.partial(shared, virtual_workers=2)
+    lab.same(objective, [4], kills={2: 0, 8: 3}, told=TOLD, **EXACTLY)
+
+
 # -- without: how stale weights are ---------------------------------------------------------------
 
 UNIT = 1024.0

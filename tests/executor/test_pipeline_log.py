@@ -50,7 +50,10 @@ def test_a_sweep_tells_of_samples_that_were_skipped(tmp_path: Path) -> None:
 
 def test_a_sweep_leaves_its_pipelines_work_in_summary_study_and_timeline() -> None:
     with fleet_of(devices=2) as fleet:
-        for said in ("readers waited for", "there from earlier calls"):  # the second counts its own
+        for said in (
+            "readers waited for",
+            "there from earlier calls",
+        ):  # the second counts its own
             study = optuna.create_study()
             fleet.script = {0: [Leg((0,))], 1: [Leg((1,))]}
             study.optimize(train, n_trials=2, executor=fleet)

@@ -23,7 +23,8 @@ from tests.fleets import Leg, run, small_pipeline
 from tests.waiting import until
 
 ON_FOUR = Leg((0, 1, 2, 3))
-FLUSHED = {"in_flight": 4}
+FLUSHED = {"in_flight": 4, "virtual_workers": 1}
+SHARED = {"in_flight": 4, "virtual_workers": 2}
 SERVERS = {"in_flight": 3, "virtual_workers": 2, "clock_distance": 0}
 ALONE = {"in_flight": 3, "virtual_workers": 1, "clock_distance": 0}
 
@@ -156,9 +157,10 @@ def fail() -> None:
     raise OwnError("too late")
 
 
-def test_an_error_says_where_it_came_about(fleet: Any) -> None:
+@pytest.mark.parametrize("options", [SHARED, SERVERS])
+def test_an_error_says_where_it_came_about(fleet: Any, options: dict[str, Any]) -> None:
     told = r"stage \d of 2 of virtual worker 1, rank \d: layers \d to \d"
-    objective = functools.partial(trains, options=SERVERS, spring=fail)
+    objective = functools.partial(trains, options=options, spring=fail)
     with pytest.raises(OwnError, match=rf"too late \(in {told}\)") as caught:
         run(fleet, objective, ON_FOUR)
     assert "on device" in "".join(traceback.format_exception(caught.value))
@@ -231,6 +233,8 @@ def goes_its_own_way(trial: Any, *, options: dict[str, Any], rank: int | None, h
     ("options", "rank", "how", "said"),
     [
         (FLUSHED, 3, "breaks", ""),
+        (SHARED, 2, "breaks", ""),
+        (SHARED, 1, "returns", "returned"),
         (SERVERS, 2, "is pruned", "was pruned"),
         (ALONE, 0, "returns", "returned"),
     ],

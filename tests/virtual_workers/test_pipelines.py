@@ -116,7 +116,7 @@ def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
 
 
-FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1}
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1, "virtual_workers": 1}
 DELAYED = {"in_flight": 3, "virtual_workers": 1, "clock_distance": 0}
 
 
@@ -233,6 +233,33 @@ WAVES = {"in_flight": 3, "clock_distance": 0, "virtual_workers": 2}
 ALL = (0, 1, 2, 3)
 
 
+class Counter(nn.Module):
+    """Leaves something behind that is no BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def counts(trial: Any, *, layer: nn.Module) -> float:
+    options = {"in_flight": 4, "virtual_workers": 2}
+    return trains(trial, options=options, build=lambda: layers().append(layer))
+
+
+@pytest.mark.parametrize(("layer", "num_workers"), [(Counter(), 1), (nn.Identity(), 2)])
+def test_layers_that_keep_what_they_have_seen_share_no_batch(
+    fleet: Any, layer: nn.Module, num_workers: int
+) -> None:
+    objective = functools.partial(counts, layer=layer)
+    alone, on_two = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((2, 1)))
+    assert on_two.user_attrs["layout"] == [num_workers, 2 // num_workers]
+    assert result(on_two) == result(alone)
+
+
 def without_noise() -> nn.Sequential:
     model = layers()
     model[1] = nn.GroupNorm(2, 4).double()
@@ -299,7 +326,6 @@ def steps_on_nothing(trial: Any) -> Any:
         (lambda trial: mse(trial, layers(), min_devices=9), "has 1: it must not be more"),
         (lambda trial: mse(trial, layers(), clock_distance=-1), "`clock_distance` is -1"),
         (lambda trial: mse(trial, layers(), virtual_workers=0), "`virtual_workers` is 0"),
-        (lambda trial: mse(trial, layers(), virtual_workers=2), "say with `clock_distance` how"),
         (
             lambda trial: mse(trial, layers(), clock_distance=0, layout="PMP"),
             "`layout` is .PMP., but must be",

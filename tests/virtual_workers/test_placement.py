@@ -85,6 +85,17 @@ def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
     assert len(tight.ranks) == 2
 
 
+def test_with_flushes_too_as_many_share_a_batch_as_are_fastest_and_have_the_memory() -> None:
+    def layout(kept: LayerCost, memory_bytes: float, most: int | None = None) -> list[int]:
+        free = replace(demand(memory_bytes), most_workers=most)
+        return [*map(len, free.place([[kept] * 6] * 6).ranks)]
+
+    assert layout(LAYER, 1e9) == [2, 2, 1, 1]  # no more than a batch has parts
+    assert layout(LAYER, 1e9, 2) == [3, 3]
+    assert layout(LAYER, 50.0) == [3, 3]
+    assert layout(replace(LAYER, parameter_bytes=1e10), 1e12) == [6]  # sums would take longer
+
+
 TWO_NODES = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
 
 

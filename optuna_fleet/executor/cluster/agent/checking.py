@@ -97,11 +97,12 @@ def _with_own_data(setup: NodeSetup) -> NodeSetup:
 
 def _checked(message: CheckObjective, setup: NodeSetup) -> Any:
     from optuna_fleet.preflight.check import Check
-    from optuna_fleet.preflight.rehearsals import Rehearsals
+    from optuna_fleet.preflight.rehearsals import prepare_process
 
     order = pickle.loads(message.order)  # from our driver
     if setup.pipeline is not None:
         pipeline = setup.pipeline
         order = replace(order, spec=pipeline.spec, payload=pipeline.payload)
     order = replace(order, num_threads=setup.threads_per_slot)
-    return Check(order, Rehearsals().run, message.first_limit_s).verdict()
+    prepare_process()
+    return Check(order, message.first_limit_s).verdict()
