@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import select
 import socket
@@ -41,11 +42,11 @@ from optuna_fleet.executor.cluster.config import (
     versions,
 )
 from optuna_fleet.executor.cluster.engine import Departure
-from optuna_fleet.executor.fleet import faults
 from optuna_fleet.executor.fleet import runtime as runtimes
+from optuna_fleet.executor.fleet import trainers
 from optuna_fleet.executor.fleet.agents import NOTICE_S
 from optuna_fleet.executor.fleet.connections import AgentUnheard
-from optuna_fleet.executor.fleet.nodes import LEASE_S, Startup
+from optuna_fleet.executor.fleet.nodes import LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.packed import PipelineSetup
@@ -71,6 +72,7 @@ from optuna_fleet.wire.node_messages import (
 from tests.leftovers import children
 
 KILLED = -9
+numbers = itertools.count()
 DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in range(4)}
 
 
@@ -123,6 +125,9 @@ class FakeInbox:
 
     def later(self, seconds: float, event: Any) -> None:
         self.times.append((self.now + seconds, event))
+
+    def call_later(self, seconds: float, function: Any, *arguments: Any) -> None:
+        function(*arguments)
 
     def take_all(self) -> Iterator[Any]:
         due = sorted((one for one in self.times if one[0] <= self.now), key=lambda one: one[0])
@@ -220,7 +225,7 @@ def die(runtime: Runtime, exit_code: int) -> list[Any]:
     engine: Any = runtime.agents._engine
     engine.die(exit_code)
     heard = hear(runtime)
-    join(runtime, f"after {len(engine.done)} {runtime.agents._failed_starts}")
+    join(runtime, f"agent {next(numbers)}")
     return heard
 
 
@@ -297,7 +302,7 @@ def test_a_node_where_no_agent_works_costs_that_node_only(
 @pytest.fixture
 def impatient(runtime: Runtime) -> Runtime:
     """One in which processes are late after 8 s."""
-    runtime.agents.startup = Startup(runtime.inbox, 8.0)
+    runtime.agents.start_s = 8.0
     runtime.agents._await("here")
     return runtime
 
@@ -345,7 +350,7 @@ def test_a_node_keeps_its_name_until_it_is_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    monkeypatch.setattr(engine, "end", lambda name: engine.done.append(f"end {name}"))
+    monkeypatch.setattr(engine, "end", lambda name, **_: engine.done.append(f"end {name}"))
     runtime = new_runtime(engine, tmp_path, has_leases=True)
     hub: Any = runtime.connections
     assert hub.lease_s == LEASE_S
@@ -376,7 +381,7 @@ def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
     runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = [""]
-    monkeypatch.setattr(faults, "state_in_words", lambda pid: states[0])
+    monkeypatch.setattr(trainers, "state_in_words", lambda pid: states[0])
     trainer_ready(runtime, pid=7)
     runtime.kill(0)
     wait(runtime, 12)
@@ -389,7 +394,7 @@ def test_an_agent_that_does_not_do_as_told_is_killed_if_it_is_stopped(
 def test_nobody_looks_after_a_device_that_is_left_out_once_its_trainer_has_ended(
     runtime: Runtime, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "state_in_words", lambda pid: "it is stopped")
+    monkeypatch.setattr(trainers, "state_in_words", lambda pid: "it is stopped")
     trainer_ready(runtime, pid=7)
     failed = {"run_id": 0, "rank": 0, "device": 0, "time_s": 0.0, "ending": Ending.RAISED}
     for is_last in (False, False, True):
@@ -469,7 +474,7 @@ def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
         notice = Departure(node="here", cause="its time limit", by=by)
         hear(runtime, notice)  # an earlier call was told, or nobody
         assert list(runtime.devices_at_first()) == [there, *news]
-    runtime.exclusion.leave_out_node("here", "it loses all trials")
+    runtime.trainers.leave_out_node("here", "it loses all trials")
     assert list(runtime.devices_at_first()) == []
 
 

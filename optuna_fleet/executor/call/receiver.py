@@ -115,7 +115,7 @@ class Receiver:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._runtime, self._runs = parts.runtime, parts.runs
-        self._exclusion = parts.runtime.exclusion
+        self._agents = parts.runtime.agents
         self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, parts.later)
         self._node_faults = NodeFaults()
         self._are_any_lost = False  # else it makes no difference who gets on
@@ -325,19 +325,19 @@ class Receiver:
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
         self._are_any_lost = True
-        self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
+        self._node_faults.lost(self._agents.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
-        nodes = {self._exclusion.node_of(device) for device in devices}
+        nodes = {self._agents.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
         self._are_any_lost = self._node_faults.any_lost
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
         """Leave out nodes that lose all trials; what flies there counts as lost with its node."""
-        for name, why in self._node_faults.take_bad(self._exclusion.nodes_in_use):
-            devices = self._exclusion.leave_out_node(name, why)
+        for name, why in self._node_faults.take_bad(self._agents.in_use):
+            devices = self._runtime.trainers.leave_out_node(name, why)
             for run in self._runs.values():
                 if not set(devices).isdisjoint(run.remaining()):
                     run.causes.append(f"node {name} is left out")
@@ -372,7 +372,7 @@ class Receiver:
         run, news = hung.run, list[Event]()
         run.causes.append(hung.words)
         devices = run.launch.devices
-        if len({self._exclusion.node_of(device) for device in devices}) == 1:
+        if len({self._agents.node_of(device) for device in devices}) == 1:
             news = self._lost(run, devices[0], hung.words)
         if hung.is_rendezvous and len(devices) > 1:
             run.causes.append(self._runtime.replace_store())
