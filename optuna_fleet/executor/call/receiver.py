@@ -28,8 +28,8 @@ from optuna_fleet.executor.call.held import Start
 from optuna_fleet.executor.call.parts import Due, Parts
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.watchdog import Hung, may_be_joining
-from optuna_fleet.executor.fleet.capacity import Capacity
 from optuna_fleet.executor.fleet.faults import NodeFaults
+from optuna_fleet.executor.fleet.pipelines import Capacity
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
 from optuna_fleet.wire.messages import (
