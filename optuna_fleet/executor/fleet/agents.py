@@ -46,11 +46,10 @@ class NoticeDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGone:
-    """All is read that was said on a node that is gone; `is_told`: by the engine."""
+    """A node is gone, as its engine says, and all is read that was said there."""
 
     agent: str
     departure: Departure
-    is_told: bool = False
 
 
 def told_late(name: str, limit_s: float | None, pid: int | None) -> str:
@@ -151,8 +150,8 @@ class Agents:
         elif node is None:
             self._admit(joining)
         elif self._connections.has_ended(node.agent):  # which may be unread
-            departure = Departure(node=node.name, cause="its connection ended", is_replaced=True)
-            gone = NodeGone(agent=node.agent, departure=departure)
+            cause = "its connection ended"
+            gone = AgentUnheard(agent=node.agent, cause=cause, has_successor=True)
             self._connections.give_up(node.agent, gone, joining)
         elif self._engine.has_leases and joining.agent not in self._namesakes:
             # The one that is there may be frozen or cut off: its lease tells.
@@ -215,13 +214,6 @@ class Agents:
         """The last words of an agent."""
         self.nodes[message.node].failure = message.problem
 
-    def unheard(self, event: AgentUnheard) -> None:
-        """An agent is not heard of any more, and its engine has not said why."""
-        if (node := self.nodes.get(event.agent)) is not None:
-            departure = Departure(node=node.name, cause=event.cause)
-            self._connections.give_up(node.agent, NodeGone(agent=node.agent, departure=departure))
-            self._end(node.name)
-
     def departs(self, departure: Departure) -> list[NodeLeaving]:
         """An engine tells that a node is gone, or will be."""
         node = self.nodes.named(departure.node)
@@ -231,11 +223,11 @@ class Agents:
         if node is None:
             self._ended(self._explained(departure))
         else:
-            gone = NodeGone(agent=node.agent, departure=departure, is_told=True)
+            gone = NodeGone(agent=node.agent, departure=departure)
             self._connections.give_up(node.agent, gone)
         return []
 
-    def gone(self, event: NodeGone) -> tuple[Node | None, str, bool]:
+    def gone(self, event: NodeGone | AgentUnheard) -> tuple[Node | None, str, bool]:
         """A node is gone; return it if it was there, why, and whether another agent is started.
 
         Raises:
@@ -243,11 +235,16 @@ class Agents:
                 ready, by itself, or was killed several times in a row.
         """
         node = self.nodes.get(event.agent)
-        told, is_replaced = self._explained(event.departure), event.departure.is_replaced
-        if event.is_told:
+        if isinstance(event, NodeGone):
+            told = self._explained(event.departure)
             is_replaced = self._ended(told)
-        elif node is not None:
-            node.due = None
+        elif node is None:
+            return None, "", False
+        else:
+            told = self._explained(Departure(node=node.name, cause=event.cause))
+            is_replaced, node.due = event.has_successor, None
+            if not is_replaced:
+                self._end(node.name)
         if node is not None:
             self.nodes.leave(node)
             for joining in self._namesakes.values():

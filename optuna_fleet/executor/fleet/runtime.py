@@ -128,15 +128,13 @@ class Runtime:
                 agents.late(event)
             case AgentFailed():
                 agents.failed(event)
-            case AgentUnheard():
-                agents.unheard(event)
             case Departure():
                 news = agents.departs(event)
             case NoticeGiven():
                 news = agents.noticed(event)
             case NoticeDue():
                 news = agents.leaving(event.node)
-            case NodeGone():
+            case NodeGone() | AgentUnheard():
                 news = self._lose(event)
             case TrainerStarted():
                 self._trainer_started(event)
@@ -166,7 +164,7 @@ class Runtime:
         if self.nodes.get(message.agent):
             self.sharing.joined(message.agent)
 
-    def _lose(self, event: NodeGone) -> Sequence[NodeLost]:
+    def _lose(self, event: NodeGone | AgentUnheard) -> Sequence[NodeLost]:
         """A node is gone: its trainers are dead, and why."""
         node, cause, is_replaced = self.agents.gone(event)
         if node is None:

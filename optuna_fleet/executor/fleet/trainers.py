@@ -44,14 +44,12 @@ class _Slot:
         process: The trainer that was started last, until it is known to have ended.
         is_killed: By us: its death is no news.
         due: What comes if it is not ready, or gone, in time.
-        has_served: One has served since the node has joined.
     """
 
     process: ProcessId | None = None
     status: _Status = _Status.STARTING
     is_killed: bool = False
     due: TrainerDue | None = None
-    has_served: bool = False
 
     def put(self, process: ProcessId | None) -> None:
         """Another one, if it is another one."""
@@ -65,22 +63,22 @@ class _Slot:
 
 
 class Trainers:
-    """Those of all devices: at most one on each."""
+    """Those of all devices: at most one on each.
+
+    Attributes:
+        have_served: Devices on which one has served since their node has joined.
+    """
 
     def __init__(self, agents: Agents, faults: Faults) -> None:
         self._agents, self._faults = agents, faults
         self._slots: defaultdict[int, _Slot] = defaultdict(_Slot)
+        self.have_served: set[int] = set()
 
     @property
     def live(self) -> dict[int, ProcessId]:
         """Those that serve, by device."""
         processes = {device: self.process_on(device) for device in self._slots}
         return {device: one for device, one in processes.items() if one is not None}
-
-    @property
-    def have_served(self) -> set[int]:
-        """Devices on which one has served since their node has joined."""
-        return {device for device, slot in self._slots.items() if slot.has_served}
 
     def process_on(self, device: int) -> ProcessId | None:
         """The one that serves."""
@@ -109,7 +107,8 @@ class Trainers:
         slot.due = None
         if device in self._faults.left_out:
             return []
-        slot.status, slot.has_served = _Status.SERVING, True
+        slot.status = _Status.SERVING
+        self.have_served.add(device)
         self._faults.worked(f"the trainer of device {device}")
         return [DeviceJoined(device=self._agents.devices[device])]
 
@@ -147,11 +146,10 @@ class Trainers:
     def node_lost(self, node: Node) -> dict[int, ProcessId]:
         """All on this node are dead; return those whose ends are still to be told."""
         there = [device.index for device in node.devices]
+        self.have_served.difference_update(there)
         for device in there:
-            slot = self._slots[device]
-            slot.has_served = False
-            if slot.status is not _Status.SERVING:
-                slot.put(None)
+            if self.process_on(device) is None:
+                self._slots[device].put(None)
         return {device: one for device in there if (one := self.process_on(device)) is not None}
 
     # -- what is done about it --------------------------------------------------------------------
