@@ -209,7 +209,7 @@ def test_a_check_that_nobody_waits_for_says_nothing_and_one_that_dies_says_so() 
     checking.act(CheckObjective(check_id=2, order=b"", first_limit_s=1.0))
     first, second = processes
     assert first.wait() == -signal.SIGKILL
-    assert checking.exited(first.pid, -signal.SIGKILL)
+    assert not checking.exited(first.pid, -signal.SIGKILL)
     assert told == []
     second.kill()
     assert second.wait() == -signal.SIGKILL
