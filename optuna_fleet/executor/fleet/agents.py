@@ -199,9 +199,8 @@ class Agents:
                 f"Node {joining.node} can't take part: it has {', '.join(unlike)}. Give it the "
                 "same Python environment as the driver."
             )
-        if self._is_left_out(joining.node):
-            return f"Node {joining.node} can't take part: it is left out."
-        return ""
+        why = self._faults.reasons.get(f"node {joining.node}", "")
+        return why and f"Node {joining.node} can't take part, since it is left out: {why}"
 
     def _refuse(self, joining: AgentJoining, problem: str) -> None:
         fleet_logger.warning(problem)
