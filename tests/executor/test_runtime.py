@@ -299,6 +299,19 @@ def test_a_node_where_no_agent_works_costs_that_node_only(
         no_trainer_starts(3)
 
 
+def test_a_node_that_is_left_out_gets_no_other_agent(runtime: Runtime, engine: FakeEngine) -> None:
+    trainer_ready(runtime)
+    runtime.trainers.leave_out_node("here", "it loses all trials")
+    engine.die(KILLED)
+    (lost,) = hear(runtime)
+    assert not lost.is_replaced
+    assert engine.done[-1] == "end here for good"
+    join(runtime, "2nd")  # it was on its way
+    connections: Any = runtime.connections
+    assert "left out: it loses all trials" in connections.sent[-1][1].problem
+    assert list(runtime.nodes) == []
+
+
 @pytest.fixture
 def impatient(runtime: Runtime) -> Runtime:
     """One in which processes are late after 8 s."""
