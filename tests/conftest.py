@@ -16,7 +16,7 @@ import hypothesis
 import optuna
 import pytest
 
-from optuna_fleet.executor.fleet import capacity
+from optuna_fleet.executor.fleet import pipelines
 from tests import leftovers, workers
 from tests.huge_pages import use_huge_pages
 from tests.nursery import Nursery, processes_start_afresh
@@ -111,7 +111,7 @@ def _data_are_never_slow(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if not hasattr(request.module, "WINDOW_S"):
-            patch.setattr(capacity, "WINDOW_S", math.inf)
+            patch.setattr(pipelines, "WINDOW_S", math.inf)
         yield
 
 

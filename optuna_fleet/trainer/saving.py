@@ -23,7 +23,8 @@ from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
-from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, Refused, receive_file, send_file
+from optuna_fleet.wire.node_messages import Refused
+from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, receive_file, send_file
 
 Make = Callable[[], Captured]
 

@@ -13,15 +13,6 @@ _SIOCGIFADDR = 0x8915
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def is_loopback(host: str | None) -> bool:
-    """Whether this address is out of reach for other machines; None is all addresses."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, 0)} if host else {"::"}
-    except OSError:  # there is no such address, which shows when it is to be used
-        return False
-    return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
-
-
 def own_addresses() -> tuple[str, ...]:
     """IPv4 and IPv6 addresses of this machine, the likeliest first; loopback if there is no other.
 

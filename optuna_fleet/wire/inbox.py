@@ -12,21 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
 
 _LONGEST_S = 1e6  # that epoll can wait, about
 _AWAY_S = 0.1
 _LEISURE_S = 0.1
-
-
-class Readable(Protocol):
-    """Something with a file descriptor that becomes readable."""
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        ...
 
 
 class Inbox:
@@ -123,10 +115,10 @@ class Inbox:
         self._rouse()
 
     def call_when_readable(
-        self, what: Readable, function: Callable[..., Any], *arguments: Any
+        self, descriptor: int, function: Callable[..., Any], *arguments: Any
     ) -> None:
         """Call something once this is readable, or its other end is gone."""
-        number = os.dup(what.fileno())  # which stays valid, whatever becomes of it
+        number = os.dup(descriptor)  # which stays valid, whatever becomes of it
         self._copies.add(number)
 
         def told(events: int) -> None:

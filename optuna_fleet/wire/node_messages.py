@@ -52,7 +52,7 @@ class AgentJoining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The node can't take part; `problem` says why, and what to do."""
+    """The answer to what can't be done, as that a node takes part; `problem` says why."""
 
     problem: str
 

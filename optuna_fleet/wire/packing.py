@@ -7,9 +7,9 @@ its own call or trial, and not the channel.
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import pickle
+import pkgutil
 import sys
 import traceback
 import types
@@ -103,12 +103,7 @@ def _module_reduction(module: types.ModuleType) -> Any:
 
 def _reference(name: str, obj: Any) -> Any:
     """How pickle finds an object by its dotted name; None if it is not there."""
-    parent, _, attribute = name.rpartition(".")
-    if sys.modules.get(name) is obj:
-        return importlib.import_module, (name,)
-    if parent and getattr(found_by_name(parent), attribute, None) is obj:
-        return getattr, (found_by_name(parent), attribute)
-    return None
+    return (pkgutil.resolve_name, (name,)) if found_by_name(name) is obj else None
 
 
 def found_by_name(name: str) -> Any:

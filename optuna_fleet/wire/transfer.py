@@ -19,6 +19,7 @@ from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.node_messages import Refused
 
 PIECE_BYTES = 1 << 20
 _SILENCE_S = 60.0
@@ -39,7 +40,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Get:
-    """Answer with a file, or with `Refused`."""
+    """Answer with a file; or with `Refused`, in its place or that of its rest."""
 
     study: str
     name: str
@@ -48,13 +49,6 @@ class Get:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetDataSets:
     """Likewise, with the file that has the data sets of the fleet in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """In the place of a file, or of its rest; `problem` is a sentence."""
-
-    problem: str
 
 
 def send_file(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optuna_fleet import SharedPipeline, policies
-from optuna_fleet.executor.fleet.capacity import LEAST_BUSY, LEAST_MADE, WINDOW_S, Capacity
+from optuna_fleet.executor.fleet.pipelines import LEAST_BUSY, LEAST_MADE, WINDOW_S, Capacity
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.wire.node_messages import PipelineReport
 from tests.fleets import fleet_of

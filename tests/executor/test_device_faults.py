@@ -23,7 +23,7 @@ from optuna_fleet import (
     SharedPipeline,
 )
 from optuna_fleet.exceptions import is_for_want_of_peers, is_of_device, is_out_of_memory
-from optuna_fleet.executor.fleet.faults import DeviceFaults, NodeFaults
+from optuna_fleet.executor.fleet.faults import Faults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.device_state import ailment_of
@@ -124,13 +124,11 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
 
 
 def test_only_errors_in_a_row_count() -> None:
-    faults = DeviceFaults()
-    assert not faults.failed(1, "broken")
-    assert not faults.failed(1, "broken")
-    faults.worked(1)
-    assert not faults.failed(1, "broken")
-    assert not faults.failed(1, "broken")
-    assert "3 times in a row" in faults.failed(1, "broken")
+    faults = Faults()
+    assert [faults.failed("it") for _ in range(2)] == [1, 2]
+    faults.worked("it")
+    assert [faults.failed("it") for _ in range(3)] == [1, 2, 3]
+    assert faults.failed("another") == 1
 
 
 # -- nodes ---------------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ def test_a_node_whose_trainers_always_die_is_left_out_and_the_user_is_told(
     with fleet:
         study.optimize(die_on_one_node, callbacks=[stop_once_it_is_left_out], executor=fleet)
         (bad,) = runner._runtime.faults.left_out
-        assert runner._runtime.exclusion.node_of(bad) == "local-1"
+        assert runner._runtime.agents.node_of(bad) == "local-1"
         study.optimize(die_on_one_node, n_trials=2, executor=fleet)
         summary = str(fleet.summary)
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}

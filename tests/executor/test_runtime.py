@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import select
 import subprocess
@@ -28,7 +29,6 @@ from optuna_fleet.executor.cluster.config import (
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.connections import AgentUnheard
-from optuna_fleet.executor.fleet.nodes import Startup
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.packed import PipelineSetup
@@ -50,6 +50,7 @@ from optuna_fleet.wire.node_messages import (
 from tests.leftovers import children
 
 KILLED = -9
+numbers = itertools.count()
 
 
 class FakeEngine:
@@ -101,6 +102,9 @@ class FakeInbox:
 
     def later(self, seconds: float, event: Any) -> None:
         self.times.append((self.now + seconds, event))
+
+    def call_later(self, seconds: float, function: Any, *arguments: Any) -> None:
+        function(*arguments)
 
     def take_all(self) -> Iterator[Any]:
         due = sorted((one for one in self.times if one[0] <= self.now), key=lambda one: one[0])
@@ -198,7 +202,7 @@ def die(runtime: Runtime, exit_code: int) -> list[Any]:
     engine: Any = runtime.agents._engine
     engine.die(exit_code)
     heard = hear(runtime)
-    join(runtime, f"after {len(engine.done)} {runtime.agents._failed_starts}")
+    join(runtime, f"agent {next(numbers)}")
     return heard
 
 
@@ -251,10 +255,23 @@ def test_a_node_where_no_agent_works_costs_that_node_only(
         no_trainer_starts(3)
 
 
+def test_a_node_that_is_left_out_gets_no_other_agent(runtime: Runtime, engine: FakeEngine) -> None:
+    trainer_ready(runtime)
+    runtime.trainers.leave_out_node("here", "it loses all trials")
+    engine.die(KILLED)
+    (lost,) = hear(runtime)
+    assert not lost.is_replaced
+    assert engine.done[-1] == "end here for good"
+    join(runtime, "2nd")  # it was on its way
+    connections: Any = runtime.connections
+    assert "left out: it loses all trials" in connections.sent[-1][1].problem
+    assert list(runtime.nodes) == []
+
+
 @pytest.fixture
 def impatient(runtime: Runtime) -> Runtime:
     """One in which processes are late after 8 s."""
-    runtime.agents.startup = Startup(runtime.inbox, 8.0)
+    runtime.agents.start_s = 8.0
     runtime.agents._await("here")
     return runtime
 

@@ -30,7 +30,8 @@ from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import RunTrial
-from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, Refused, TransferServer
+from optuna_fleet.wire.node_messages import Refused
+from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, TransferServer
 from tests.fleets import Leg, fleet_of, small_model, train
 from tests.test_channel import tls_pair
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 
 from optuna_fleet.pipeline.chunks import pickling
@@ -116,3 +117,19 @@ def test_default_collate_of_any_samples(leaf, more, count):
 
 def unlike(samples: list[Any]) -> list[Any]:
     return [(view([sample]), 0, 1) for sample in samples]
+
+
+class Name(str):
+    """A text of a class of its own."""
+
+
+@pytest.mark.parametrize("by_whom", ["all", "readers"])
+@pytest.mark.parametrize("kind", [str, Name, torch.Tensor, tv_tensors.Image])
+def test_what_is_registered_with_default_collate_holds(kind, by_whom, monkeypatch):
+    samples = [(torch.ones(3), Name(i), "x", tv_tensors.Image(torch.ones(1, 2, 2))) for i in "abc"]
+    if by_whom == "readers":  # then preprocessors make tensors of tensors of any class
+        samples = [sample[:3] for sample in samples]
+    chunk = view(samples) if by_whom == "readers" else None
+    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, **_: (len(batch), batch[0]))
+    got = cut_batch([(chunk or view(samples), 0, 3)], None)
+    assert bits(got) == bits(default_collate(samples))

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.slurm.commands import Job
-from optuna_fleet.executor.cluster.slurm.harvest import Pilots
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, Pilots
 
 
 def pilots_of(most: int = 4, shares_nodes: bool = False) -> Pilots:
-    return Pilots(most=most, renewal_s=300.0, shares_nodes=shares_nodes)
+    return Pilots(HarvestCluster(max_nodes=most, exclusive=not shares_nodes))
 
 
 def running(number: str, node: str = "", end: float | None = None) -> Job:

@@ -31,8 +31,8 @@ from optuna_fleet.executor.call.outcomes import EpochEvaluator, propose
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.sweep import Due, Sweep
 from optuna_fleet.executor.call.watchdog import Hung, may_be_joining
-from optuna_fleet.executor.fleet.capacity import Capacity
 from optuna_fleet.executor.fleet.faults import NodeFaults
+from optuna_fleet.executor.fleet.pipelines import Capacity
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
 from optuna_fleet.wire.messages import (
@@ -115,7 +115,7 @@ class Receiver:
             sweep.job.options, sweep.ledger, maximize=sweep.job.maximize
         )
         self._runtime, self._runs = sweep.runtime, sweep.runs
-        self._exclusion = sweep.runtime.exclusion
+        self._agents = sweep.runtime.agents
         self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, sweep.later)
         self._node_faults = NodeFaults()
         self._capacity = Capacity()
@@ -308,18 +308,18 @@ class Receiver:
         return news
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
-        self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
+        self._node_faults.lost(self._agents.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
     def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
-        nodes = {self._exclusion.node_of(device) for device in devices}
+        nodes = {self._agents.node_of(device) for device in devices}
         self._node_faults.progressed(nodes, run.launch.number)
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
         """Leave out nodes that lose all trials; what flies there counts as lost with its node."""
-        for name, why in self._node_faults.take_bad(self._exclusion.nodes_in_use):
-            devices = self._exclusion.leave_out_node(name, why)
+        for name, why in self._node_faults.take_bad(self._agents.in_use):
+            devices = self._runtime.trainers.leave_out_node(name, why)
             for run in self._runs.values():
                 if not set(devices).isdisjoint(run.remaining()):
                     run.causes.append(f"node {name} is left out")
@@ -354,7 +354,7 @@ class Receiver:
         run, news = hung.run, list[Event]()
         run.causes.append(hung.words)
         devices = run.launch.devices
-        if len({self._exclusion.node_of(device) for device in devices}) == 1:
+        if len({self._agents.node_of(device) for device in devices}) == 1:
             news = self._lost(run, devices[0], hung.words)
         if hung.is_rendezvous and len(devices) > 1:
             run.causes.append(self._runtime.replace_store())

@@ -109,7 +109,7 @@ class LocalEngine(Engine):
             cores=self._cores,
         )
         process = self._agents[node] = AgentProcess(given, self._threads)
-        self._inbox.call_when_readable(process, self._ended, node, process)
+        self._inbox.call_when_readable(process.fileno(), self._ended, node, process)
 
     def _ended(self, node: str, process: AgentProcess) -> None:
         process.close()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetup, machine, versions
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
-from optuna_fleet.executor.fleet.faults import DeviceFaults
-from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes, Startup
+from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
+from optuna_fleet.executor.fleet.nodes import LEASE_S, AgentDue, Node, Nodes
+from optuna_fleet.processes import state_in_words
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
@@ -25,13 +26,11 @@ from optuna_fleet.wire.node_messages import (
     NoticeGiven,
     Quit,
     Refused,
-    TrainerStarted,
 )
 
 NOTICE_S = 60.0
 """A node that is known to leave gets no more trials for so long before, and those there leave."""
 
-_MAX_FAILED = 3
 _NAMESAKE = (
     "Another node named {name} asks to join: give it another name, as in `optuna-fleet agent "
     "--name node-2`."
@@ -47,57 +46,60 @@ class NoticeDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGone:
-    """All is read that was said on a node that is gone; `is_told`: by the engine."""
+    """A node is gone, as its engine says, and all is read that was said there."""
 
     agent: str
     departure: Departure
-    is_told: bool = False
+
+
+def told_late(name: str, limit_s: float | None, pid: int | None) -> str:
+    """Tell that a process was not ready in time, and why, as far as is known; return that."""
+    state = state_in_words(pid)
+    problem = f"{name} was not ready within {limit_s:g} s" + (f" ({state})" if state else "")
+    fleet_logger.warning(f"{problem}; it is killed, to be replaced by another one.")
+    return problem
 
 
 class Agents:
     """The agents of one executor.
 
     Args:
-        faults: Says what is left out.
         set_up: What a node is told that joins with these devices.
-        start_s: Seconds that a process has to become ready; None for no limit.
 
     Attributes:
+        nodes: Where they are.
         inbox: Where all is told that happens.
-        devices: All devices that ever were there, by number.
-        startup: Which agents and trainers are awaited.
+        start_s: Seconds that a process has to become ready; None for no limit.
     """
 
     def __init__(
         self,
         engine: Engine,
         connections: Connections,
-        faults: DeviceFaults,
+        faults: Faults,
         set_up: Callable[[AgentJoining, tuple[Device, ...]], NodeSetup],
         *,
         start_s: float | None,
     ) -> None:
         self.nodes = Nodes()
-        self.devices: dict[int, Device] = {}
-        self.startup = Startup(connections.inbox, start_s)
-        self._engine = engine
         self.inbox = connections.inbox
+        self.start_s = start_s
+        self._engine = engine
         self._connections = connections
         self._set_up = set_up
         self._faults = faults
-        self._failed_starts: Counter[str] = Counter()
         self._namesakes: dict[str, AgentJoining] = {}  # agents that wait for a name, or have
-        self._left_out: set[str] = set()  # names of nodes, as the next
-        self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
-        self._why_ended: dict[str, str] = {}
-        self._failures: dict[str, str] = {}  # of agents, as they told them with their last words
-        self._notices: dict[str, Departure] = {}
         self._wanted: int | None = None
         engine.open(connections.invitation, connections.inbox)
         if engine.has_leases:
             connections.keep_leases(LEASE_S)
         for name in engine.expected():
             self._await(name)
+
+    @property
+    def devices(self) -> dict[int, Device]:
+        """All devices that were there at any time, by number."""
+        return self.nodes.all_devices
 
     @property
     def awaits_nodes(self) -> bool:
@@ -107,8 +109,23 @@ class Agents:
     @property
     def are_starting(self) -> bool:
         """Whether agents were started that have not joined yet."""
-        settled = {node.name for node in self.nodes} | self._left_out
-        return not settled.issuperset(self._engine.expected())
+        there = {node.name for node in self.nodes}
+        return any(
+            name not in there and not self._is_left_out(name) for name in self._engine.expected()
+        )
+
+    @property
+    def in_use(self) -> set[str]:
+        """Names of the nodes with devices that are not left out."""
+        there = self.nodes.devices.values()
+        return {d.node_name for d in there if d.index not in self._faults.left_out}
+
+    def node_of(self, device: int) -> str:
+        """Name of the node of a device that has joined at any time."""
+        return self.devices[device].node_name
+
+    def _is_left_out(self, node: str) -> bool:
+        return f"node {node}" in self._faults.reasons
 
     def tell(self, agent: str, message: Any) -> None:
         """Send to an agent, if it is there."""
@@ -118,16 +135,6 @@ class Agents:
         """Send to the agent of a device's node, if it is there."""
         if (node := self.nodes.of(device)) is not None:
             self.tell(node.agent, message)
-
-    def trainer_started(self, message: TrainerStarted) -> None:
-        """An agent has started a trainer, or tried to."""
-        node = self.nodes.of(message.device)
-        if node is not None and node.has_tried_all(message.device):
-            self.startup.over(node.name)
-
-    def has_worked(self, node: Node) -> None:
-        """A trainer of a node was ready: should its agent end, another one is worth a try."""
-        self._have_worked.add(node.name)
 
     # -- joining ----------------------------------------------------------------------------------
 
@@ -143,8 +150,8 @@ class Agents:
         elif node is None:
             self._admit(joining)
         elif self._connections.has_ended(node.agent):  # which may be unread
-            departure = Departure(node=node.name, cause="its connection ended", is_replaced=True)
-            gone = NodeGone(agent=node.agent, departure=departure)
+            cause = "its connection ended"
+            gone = AgentUnheard(agent=node.agent, cause=cause, has_successor=True)
             self._connections.give_up(node.agent, gone, joining)
         elif self._engine.has_leases and joining.agent not in self._namesakes:
             # The one that is there may be frozen or cut off: its lease tells.
@@ -158,17 +165,27 @@ class Agents:
             self._refuse(joining, _NAMESAKE.format(name=joining.node))
 
     def _admit(self, joining: AgentJoining) -> None:
-        self._failures.pop(joining.node, None)  # of the one before
+        self.nodes[joining.node].failure = ""  # of the one before
         devices = self.nodes.numbered(joining)
-        self.devices.update({device.index: device for device in devices})
         setup = self._set_up(joining, devices)
         self.nodes.join(joining, devices, is_here=joining.machine == machine())
         self._await(joining.node)
         self.inbox.put(NoticeDue(node=joining.node))  # if there was one before
         self.tell(joining.agent, setup)
 
-    def _await(self, node: str) -> None:
-        self.startup.started(node, f"The agent of node {node}")
+    def _await(self, name: str) -> None:
+        if self.start_s is not None:
+            due = self.nodes[name].due = AgentDue(name)
+            self.inbox.later(self.start_s, due)
+
+    def late(self, due: AgentDue) -> None:
+        """An agent is not ready in time: because it is stopped, say."""
+        node = self.nodes[due.node]
+        if node.due is due:
+            pid = node.pid if self.nodes.named(node.name) else None
+            problem = told_late(f"The agent of node {node.name}", self.start_s, pid)
+            node.due = None
+            self.end(node.name, problem)
 
     def _objection(self, joining: AgentJoining) -> str:
         """Why a node can't take part, in words, or ""."""
@@ -182,9 +199,8 @@ class Agents:
                 f"Node {joining.node} can't take part: it has {', '.join(unlike)}. Give it the "
                 "same Python environment as the driver."
             )
-        if joining.node in self._left_out:
-            return f"Node {joining.node} can't take part: it is left out, since none worked there."
-        return ""
+        why = self._faults.reasons.get(f"node {joining.node}", "")
+        return why and f"Node {joining.node} can't take part, since it is left out: {why}"
 
     def _refuse(self, joining: AgentJoining, problem: str) -> None:
         fleet_logger.warning(problem)
@@ -195,29 +211,22 @@ class Agents:
 
     def failed(self, message: AgentFailed) -> None:
         """The last words of an agent."""
-        self._failures[message.node] = message.problem
-
-    def unheard(self, event: AgentUnheard) -> None:
-        """An agent is not heard of any more, and its engine has not said why."""
-        if (node := self.nodes.get(event.agent)) is not None:
-            departure = Departure(node=node.name, cause=event.cause)
-            self._connections.give_up(node.agent, NodeGone(agent=node.agent, departure=departure))
-            self._engine.end(node.name)
+        self.nodes[message.node].failure = message.problem
 
     def departs(self, departure: Departure) -> list[NodeLeaving]:
         """An engine tells that a node is gone, or will be."""
         node = self.nodes.named(departure.node)
         if departure.by is not None:
-            self._notices[departure.node] = departure
+            self.nodes[departure.node].notice = departure
             return self.leaving(departure.node)
         if node is None:
             self._ended(self._explained(departure))
         else:
-            gone = NodeGone(agent=node.agent, departure=departure, is_told=True)
+            gone = NodeGone(agent=node.agent, departure=departure)
             self._connections.give_up(node.agent, gone)
         return []
 
-    def gone(self, event: NodeGone) -> tuple[Node | None, str, bool]:
+    def gone(self, event: NodeGone | AgentUnheard) -> tuple[Node | None, str, bool]:
         """A node is gone; return it if it was there, why, and whether another agent is started.
 
         Raises:
@@ -225,15 +234,18 @@ class Agents:
                 ready, by itself, or was killed several times in a row.
         """
         node = self.nodes.get(event.agent)
-        told, is_replaced = self._explained(event.departure), event.departure.is_replaced
-        if event.is_told:
+        if isinstance(event, NodeGone):
+            told = self._explained(event.departure)
             is_replaced = self._ended(told)
-        elif node is not None:
-            self.startup.over(node.name)
+        elif node is None:
+            return None, "", False
+        else:
+            told = self._explained(Departure(node=node.name, cause=event.cause))
+            is_replaced, node.due = event.has_successor, None
+            if not is_replaced:
+                self._end(node.name)
         if node is not None:
-            self._notices.pop(node.name, None)  # it is none of the next
             self.nodes.leave(node)
-            self.startup.forget_trainers(node.agent)
             for joining in self._namesakes.values():
                 if joining.node == node.name:
                     self.inbox.put(joining)
@@ -241,7 +253,8 @@ class Agents:
 
     def _explained(self, departure: Departure) -> Departure:
         """With what the agent has said of it."""
-        problem = self._failures.pop(departure.node, "")
+        node = self.nodes[departure.node]
+        problem, node.failure = node.failure, ""
         if not problem:
             return departure
         # However it ended then, it did so by itself.
@@ -257,15 +270,15 @@ class Agents:
 
     def leaving(self, name: str) -> list[NodeLeaving]:
         """Return a node that will be gone soon; each is told once."""
-        notice, node = self._notices.get(name), self.nodes.named(name)
-        if notice is None or notice.by is None or node is None:
+        node = self.nodes.named(name)
+        if node is None or (notice := node.notice) is None or notice.by is None:
             return []
         left_s = notice.by - NOTICE_S - time.time()
         node.is_leaving = left_s <= 0  # its time limit may have changed
         if not node.is_leaving:
             self.inbox.later(left_s, NoticeDue(node=name))
             return []
-        del self._notices[name]
+        node.notice = None
         at = time.strftime("%H:%M:%S", time.localtime(notice.by))
         return [
             NodeLeaving(
@@ -276,24 +289,29 @@ class Agents:
 
     def _ended(self, departure: Departure) -> bool:
         """An agent has ended; return whether another one is expected in its place."""
-        name = departure.node
-        self.startup.over(name)
-        self._notices.pop(name, None)
-        why = self._why_ended.pop(name, "")
-        has_worked = name in self._have_worked
-        self._have_worked.discard(name)
-        if not departure.is_replaced or name in self._left_out:
+        node, name = self.nodes[departure.node], f"node {departure.node}"
+        why, has_worked = node.why_ended, node.has_worked
+        node.due = node.notice = None
+        node.why_ended, node.has_worked = "", False
+        if not departure.is_replaced:
             return False
-        self._failed_starts[name] = 0 if has_worked else self._failed_starts[name] + 1
+        if self._is_left_out(node.name):
+            self._end(node.name, for_good=True)
+            return False
+        number = 0
+        if has_worked:
+            self._faults.worked(name)
+        else:
+            number = self._faults.failed(name)
         # One that was killed is tried again; one that ended by itself would do so again.
         was_killed = departure.exit_code is not None and departure.exit_code < 0
-        if self._failed_starts[name] >= (_MAX_FAILED if was_killed else 1):
-            number = self._failed_starts[name]
+        if number >= (MOST_IN_A_ROW if was_killed else 1):
             often = f", {number} times in a row" if number > 1 else ""
             why = why or "what it printed says more"
-            self._leave_out(name, f"{departure.cause} before any trainer was ready{often}; {why}.")
+            problem = f"{departure.cause} before any trainer was ready{often}; {why}."
+            self._leave_out(node.name, problem)
             return False
-        self._await(name)
+        self._await(node.name)
         return True
 
     def _leave_out(self, name: str, problem: str) -> None:
@@ -302,12 +320,12 @@ class Agents:
         Raises:
             LaunchError: There is no other.
         """
-        self._left_out.add(name)
-        self._engine.end(name, for_good=True)
-        others = (d for d in self.nodes.devices.values() if d.node_name != name)
-        if not self.awaits_nodes and self._faults.left_out.issuperset(d.index for d in others):
+        self._end(name, for_good=True)
+        self._faults.reasons[f"node {name}"] = problem  # it is not awaited any more
+        others = {n for n, device in self.nodes.devices.items() if device.node_name != name}
+        if not self.awaits_nodes and others <= self._faults.left_out:
             raise LaunchError(f"Node {name} can't be used: {problem}")
-        self._faults.leave_out((), f"node {name}", problem)
+        self._faults.leave_out(f"node {name}", (), problem)
 
     def want(self, num_devices: int | None) -> None:
         """So many devices would be used now; None: as many as there are."""
@@ -320,11 +338,14 @@ class Agents:
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node, whose end is heard of, be it out of the engine's reach."""
-        if why:
-            self._why_ended[name] = why
-        self._engine.end(name)
+        self.nodes[name].why_ended = why or self.nodes[name].why_ended
+        self._end(name)
         if (node := self.nodes.named(name)) is not None:
             self._connections.cut(node.agent)
+
+    def _end(self, name: str, *, for_good: bool = False) -> None:
+        # In a turn, as all that the engine hears: it may just be starting another one there.
+        self.inbox.call_later(0.0, partial(self._engine.end, name, for_good=for_good))
 
     def close(self) -> None:
         """End all agents."""

@@ -36,10 +36,14 @@ _CAUSE_LIMIT_S = 0.5  # after the end of a connection, in which the engine may s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentUnheard:
-    """An agent says nothing more, for a `cause` in words."""
+    """An agent says nothing more, for a `cause` in words; all is read that it has said.
+
+    If it `has_successor`, another agent wants to join from its node.
+    """
 
     agent: str
     cause: str
+    has_successor: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -218,7 +222,7 @@ class Connections:
             del self.agents[peer.agent]
             self._dead = {process for process in self._dead if process.agent != peer.agent}
             ended = AgentUnheard(agent=peer.agent, cause="its connection ended")
-            self.inbox.later(_CAUSE_LIMIT_S, ended)
+            self.inbox.call_later(_CAUSE_LIMIT_S, self._give_up, peer.agent, (ended,))
 
     def _forget(self, peer: _Peer) -> None:
         self.inbox.unwatch(peer.channel.fileno())
@@ -233,7 +237,7 @@ class Connections:
             self.inbox.put(event)
 
     def _give_signs(self) -> None:
-        for agent, channel in self.agents.items():
+        for agent, channel in list(self.agents.items()):
             with contextlib.suppress(OSError):
                 # What waits to be sent is a sign itself, once the agent takes it.
                 channel.flush() if channel.has_unsent else channel.post(SignOfLife())
@@ -241,9 +245,8 @@ class Connections:
                 self._watch(channel)
             peer = self._peers[channel]
             if peer.heard <= self.inbox.now - self._lease_s:
-                peer.heard = math.inf
                 cause = f"nothing was heard of it for {self._lease_s:g} s"
-                self.inbox.put(AgentUnheard(agent=agent, cause=cause))
+                self._give_up(agent, (AgentUnheard(agent=agent, cause=cause),))
         self.inbox.call_later(SIGN_EVERY_S, self._give_signs)
 
 

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.wire.node_messages import StoreLost, StoreReady
-
-_MAX_IN_A_ROW = 3
+from optuna_fleet.executor.fleet.agents import Agents
+from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
+from optuna_fleet.wire.node_messages import OpenStore, StoreLost, StoreReady
 
 
 class Rendezvous:
     """What is known of it.
 
-    Args:
-        ask: Asks an agent for another one, and returns which; None if there is none.
-
     Attributes:
         store: Its address, once it is open.
     """
 
-    def __init__(self, ask: Callable[[], str | None]) -> None:
+    def __init__(self, agents: Agents, faults: Faults) -> None:
         self.store: StoreReady | None = None
-        self._ask = ask
+        self._agents, self._faults = agents, faults
         self._asked: str | None = None
-        self._num_lost = 0  # in a row, without one that was ready
 
     def open(self) -> None:
         """Have it started, once."""
-        if self._asked is None:
-            self._asked = self._ask()
+        node = next(iter(self._agents.nodes), None)
+        if self._asked is None and node is not None:
+            self._asked = node.agent
+            self._agents.tell(node.agent, OpenStore())
 
     def void(self) -> None:
         """It is no use: the next who wants one asks again."""
@@ -45,7 +41,8 @@ class Rendezvous:
     def ready(self, store: StoreReady) -> None:
         """It is open."""
         if store.process.agent == self._asked:
-            self.store, self._num_lost = store, 0
+            self.store = store
+            self._faults.worked("the store")
 
     def lost(self, message: StoreLost) -> None:
         """Its process has ended.
@@ -55,11 +52,11 @@ class Rendezvous:
         """
         if message.agent != self._asked:
             return
-        self._num_lost += 1
-        if self._num_lost >= _MAX_IN_A_ROW:
+        number = self._faults.failed("the store")
+        if number >= MOST_IN_A_ROW:
             raise LaunchError(
                 "The store where the ranks of a trial find each other ended "
-                f"{self._num_lost} times in a row before it was ready, the last time with "
+                f"{number} times in a row before it was ready, the last time with "
                 f"{message.cause}; what it printed says why."
             )
         self.void()

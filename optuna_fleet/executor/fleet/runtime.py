@@ -21,11 +21,11 @@ from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.agents import Agents, NodeGone, NoticeDue
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
-from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion, KillLate
-from optuna_fleet.executor.fleet.nodes import Nodes, StartLate
+from optuna_fleet.executor.fleet.faults import Faults
+from optuna_fleet.executor.fleet.nodes import AgentDue, Nodes
 from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.trainers import Trainers
+from optuna_fleet.executor.fleet.trainers import TrainerDue, Trainers
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
@@ -38,7 +38,6 @@ from optuna_fleet.wire.node_messages import (
     ChunksShared,
     NodeLost,
     NoticeGiven,
-    OpenStore,
     PipelineReport,
     ReportPipeline,
     StoreLost,
@@ -59,7 +58,7 @@ class Runtime:
         inbox: Whatever happens; a call takes it from there, and has `heard` say what it means.
         profiles: Measured training rates by model structure; they serve later calls too.
         rendezvous: The store where the ranks of a trial find each other.
-        faults: Which devices are left out; `exclusion` leaves them out.
+        faults: What is left out.
         reports: What the nodes' pipelines had done when last heard of.
     """
 
@@ -74,8 +73,7 @@ class Runtime:
         self.allocator = allocator
         self.profiles: dict[str, RateProfile] = {}
         self.run_ids = itertools.count()
-        self.faults = DeviceFaults()
-        self.rendezvous = Rendezvous(self._ask_for_store)
+        self.faults = Faults()
         fill_standard_streams()
         self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
@@ -99,11 +97,10 @@ class Runtime:
             engine.close()
             self._remove_private_folder()
             raise
-        self.trainers = Trainers(self.agents.devices)
-        self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
+        self.trainers = Trainers(self.agents, self.faults)
+        self.rendezvous = Rendezvous(self.agents, self.faults)
         exchange = setups.pipeline.exchange if setups.pipeline else "local"
         self.sharing = ChunkSharing(exchange, self.agents.tell)
-        self._takes = self._by_type()
 
     @property
     def nodes(self) -> Nodes:
@@ -112,50 +109,53 @@ class Runtime:
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def heard(self, event: Any) -> Sequence[Any]:
+    def heard(self, event: Any) -> Sequence[Any]:  # noqa: C901 - one arm each
         """Take what came in, and return what a call is to know of it, in order.
 
         Raises:
             LaunchError: There is no device left.
         """
-        take = self._takes.get(type(event))
-        return (event,) if take is None else take(event) or ()
-
-    def _by_type(self) -> dict[type, Callable[[Any], Sequence[Any] | None]]:
-        """Who takes what; all else is of a call."""
         agents = self.agents
-        return {
-            type(None): lambda nothing: None,
-            str: fleet_logger.warning,
-            Departure: agents.departs,
-            NodeGone: self._lose,
-            AgentUnheard: agents.unheard,
-            AgentFailed: agents.failed,
-            NoticeGiven: agents.noticed,
-            NoticeDue: lambda due: agents.leaving(due.node),
-            StartLate: self.exclusion.end_late,
-            KillLate: self.exclusion.end_stopped_agent,
-            AgentJoining: self._joining,
-            TrainerStarted: self._trainer_started,
-            TrainerReady: self._trainer_changed,
-            TrainerExited: self._trainer_changed,
-            StoreReady: self._store_ready,
-            StoreLost: self.rendezvous.lost,
-            PipelineReport: self._reported,
-            ChunksShared: self._shares,
-        }
-
-    def _store_ready(self, message: StoreReady) -> Sequence[StoreReady]:
-        self.rendezvous.ready(message)
-        return (message,)
-
-    def _reported(self, message: PipelineReport) -> Sequence[PipelineReport]:
-        self.reports.take(message)
-        return (message,)
-
-    def _shares(self, message: ChunksShared) -> None:
-        if self.nodes.get(message.peer.agent):  # what a dead agent has said is void
-            self.sharing.ready(message.peer)
+        news: Sequence[Any] = ()
+        match event:
+            case None:
+                pass
+            case str():
+                fleet_logger.warning(event)
+            case AgentJoining():
+                self._joining(event)
+            case AgentDue():
+                agents.late(event)
+            case AgentFailed():
+                agents.failed(event)
+            case Departure():
+                news = agents.departs(event)
+            case NoticeGiven():
+                news = agents.noticed(event)
+            case NoticeDue():
+                news = agents.leaving(event.node)
+            case NodeGone() | AgentUnheard():
+                news = self._lose(event)
+            case TrainerStarted():
+                self._trainer_started(event)
+            case TrainerReady() if event.problem:
+                self._trainer_is_of_no_use(event)
+            case TrainerDue():
+                self.trainers.late(event)
+            case StoreReady():
+                self.rendezvous.ready(event)
+                news = (event,)
+            case StoreLost():
+                self.rendezvous.lost(event)
+            case PipelineReport():
+                self.reports.take(event)
+                news = (event,)
+            case ChunksShared():
+                if self.nodes.get(event.peer.agent):  # what a dead agent has said is void
+                    self.sharing.ready(event.peer)
+            case _:
+                news = (event,)
+        return news
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -164,14 +164,13 @@ class Runtime:
         if self.nodes.get(message.agent):
             self.sharing.joined(message.agent)
 
-    def _lose(self, event: NodeGone) -> Sequence[NodeLost]:
+    def _lose(self, event: NodeGone | AgentUnheard) -> Sequence[NodeLost]:
         """A node is gone: its trainers are dead, and why."""
         node, cause, is_replaced = self.agents.gone(event)
         if node is None:
             return ()
         self.sharing.left(node.agent)
-        dead = self.trainers.node_lost(node.agent)
-        self.trainers.have_served.difference_update(device.index for device in node.devices)
+        dead = self.trainers.node_lost(node)
         self.reports.node_lost(node.agent)
         lost = NodeLost(
             text=(
@@ -188,22 +187,20 @@ class Runtime:
     # -- trainers ---------------------------------------------------------------------------------
 
     def _trainer_started(self, message: TrainerStarted) -> None:
-        self.agents.trainer_started(message)
-        name = f"The trainer of device {message.device}"
-        if message.process is None:
-            text = "can't be started, and is tried again later: are `ulimit -n` and `-u` too low?"
-            fleet_logger.warning(f"{name} {text} {message.problem}")
-        elif self.trainers.started(message.device, message.process):
-            self.agents.startup.started(message.process, name)
+        if (node := self.nodes.of(message.device)) is not None:
+            node.due = None
+        if message.process is not None:
+            self.trainers.started(message.device, message.process)
+            return
+        fleet_logger.warning(
+            f"The trainer of device {message.device} can't be started, and is tried again later: "
+            f"are `ulimit -n` and `-u` too low? {message.problem}"
+        )
 
-    def _trainer_changed(self, message: TrainerReady | TrainerExited) -> Sequence[Any]:
-        self.agents.startup.over(message.process)
-        if not isinstance(message, TrainerReady) or not message.problem:
-            return (message,)
+    def _trainer_is_of_no_use(self, message: TrainerReady) -> None:
         if self.nodes.get(message.process.agent):
             self.trainers.retire(message.device, message.process)
-            self.exclusion.device_failed(message.device, message.problem)
-        return ()
+            self.trainers.device_failed(message.device, message.problem)
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
@@ -220,7 +217,8 @@ class Runtime:
                 number = device.index
                 if number in self.trainers.have_served - self.faults.left_out:
                     yield DeviceJoined(device=device)
-                    if not self.trainers.serves(number):
+                    process = self.trainers.process_on(number)
+                    if process is None or self.trainers.is_killed(number):
                         yield DeviceLost(device=number)
                     if node.is_leaving:
                         yield DeviceLeaving(device=number)
@@ -232,20 +230,12 @@ class Runtime:
             LaunchError: Trainers keep dying before they are ready, and no other device is left.
         """
         device, process = message.device, message.process
-        if device in self.faults.left_out and self.trainers.process_on(device) is None:
-            if isinstance(message, TrainerExited):
-                self.trainers.gone(process)
-            return []
         if isinstance(message, TrainerExited):
-            try:
-                return self.trainers.ended(device, process, message.cause)
-            except LaunchError as error:
-                self.exclusion.leave_out(device, str(error), error)
-                return []
+            return self.trainers.ended(device, process, message.cause)
         node = self.nodes.get(process.agent)
         if node is None:
             return []  # it died with its agent
-        self.agents.has_worked(node)
+        node.has_worked = True
         events = self.trainers.ready(device, process)
         if events and node.is_leaving:
             events.append(DeviceLeaving(device=device))
@@ -255,16 +245,15 @@ class Runtime:
         """Note what the end of a rank says of its trainer and its device."""
         if message.has_device_failed:
             problem = message.error.description if message.error is not None else ""
-            self.exclusion.device_failed(message.device, problem)
+            self.trainers.device_failed(message.device, problem)
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
-            self.faults.worked(message.device)
+            self.faults.worked(f"device {message.device}")
         if message.is_last and (process := self.trainers.process_on(message.device)) is not None:
             self.trainers.retire(message.device, process)
 
     def kill(self, device: int) -> None:
         """Kill the trainer of a device; its successor announces itself."""
-        if (process := self.trainers.process_on(device)) is not None:
-            self.exclusion.kill(process)
+        self.trainers.kill(device)
 
     @property
     def are_starting(self) -> bool:
@@ -300,12 +289,6 @@ class Runtime:
         with contextlib.suppress(OSError, LaunchError):  # it is tried again with the first plan
             self.allocator.start()
         self.rendezvous.open()
-
-    def _ask_for_store(self) -> str | None:
-        node = next(iter(self.nodes), None)
-        if node is not None:
-            self.agents.tell(node.agent, OpenStore())
-        return None if node is None else node.agent
 
     def replace_store(self) -> str:
         """Have another store started, since nobody finds anybody at this one; say so."""

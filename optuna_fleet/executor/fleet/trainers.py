@@ -1,4 +1,4 @@
-"""The life of the trainer processes, by what is heard of them. Pure.
+"""The trainers on devices: what is heard of them, what is late, which devices get none any more.
 
 Of each it is heard that it was started, then what it says, then that it has ended; and all of this
 of one before anything of the next on its device.
@@ -6,106 +6,225 @@ of one before anything of the next on its device.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.resources import Device
-from optuna_fleet.wire.node_messages import ProcessId
+from optuna_fleet.executor.fleet.agents import Agents, told_late
+from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
+from optuna_fleet.executor.fleet.nodes import Node
+from optuna_fleet.processes import state_in_words
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.node_messages import KillTrainer, LeaveOut, ProcessId
 
-MAX_FAILED_STARTS = 3
+_KILL_LIMIT_S = 10.0
+_LOOK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerDue:
+    """The trainer of this device should be ready, or gone if it was killed."""
+
+    device: int
+
+
+class _Status(Enum):
+    STARTING = "starting"
+    SERVING = "serving"  # the controller knows it
+    LEAVING = "leaving"  # it has said that it ends, which the controller knows
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of a trainer.
+
+    Attributes:
+        process: The trainer that was started last, until it is known to have ended.
+        is_killed: By us: its death is no news.
+        due: What comes if it is not ready, or gone, in time.
+    """
+
+    process: ProcessId | None = None
+    status: _Status = _Status.STARTING
+    is_killed: bool = False
+    due: TrainerDue | None = None
+
+    def put(self, process: ProcessId | None) -> None:
+        """Another one, if it is another one."""
+        if self.process != process:
+            self.process, self.status = process, _Status.STARTING
+            self.is_killed, self.due = False, None
+
+    def is_served_by(self, process: ProcessId) -> bool:
+        """Whether this one serves here."""
+        return self.process == process and self.status is _Status.SERVING
 
 
 class Trainers:
-    """Those of all devices. A device has at most one that has joined the controller's fleet.
+    """Those of all devices: at most one on each.
 
     Attributes:
-        live: All that have joined, by device.
-        have_served: Devices on which one has joined since their node has.
+        have_served: Devices on which one has served since their node has joined.
     """
 
-    def __init__(self, devices: Mapping[int, Device]) -> None:
-        self.live: dict[int, ProcessId] = {}
+    def __init__(self, agents: Agents, faults: Faults) -> None:
+        self._agents, self._faults = agents, faults
+        self._slots: defaultdict[int, _Slot] = defaultdict(_Slot)
         self.have_served: set[int] = set()
-        self._devices = devices
-        self._killed: set[ProcessId] = set()  # and not known to be gone, as the next
-        self._retired: set[ProcessId] = set()
-        self._failed_starts: Counter[int] = Counter()
+
+    @property
+    def live(self) -> dict[int, ProcessId]:
+        """Those that serve, by device."""
+        processes = {device: self.process_on(device) for device in self._slots}
+        return {device: one for device, one in processes.items() if one is not None}
 
     def process_on(self, device: int) -> ProcessId | None:
-        """The one that has joined."""
-        return self.live.get(device)
+        """The one that serves."""
+        slot = self._slots[device]
+        return slot.process if slot.status is _Status.SERVING else None
 
     def is_killed(self, device: int) -> bool:
-        """Whether the one that has joined is killed by us: its death is no news."""
-        return self.live.get(device) in self._killed
-
-    def serves(self, device: int) -> bool:
-        """Whether one has joined that is not killed."""
-        return device in self.live and not self.is_killed(device)
-
-    def lingers(self, process: ProcessId) -> bool:
-        """Whether one that is killed is not known to be gone."""
-        return process in self._killed
+        """Whether the one that serves is killed by us: its death is no news."""
+        return self.process_on(device) is not None and self._slots[device].is_killed
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def started(self, device: int, process: ProcessId) -> bool:
-        """Its agent has started one; say whether it is to be waited for."""
-        return self.live.get(device) != process and process not in self._retired
+    def started(self, device: int, process: ProcessId) -> None:
+        """An agent has started one; it may have been ready before this is heard."""
+        slot = self._slots[device]
+        if slot.process != process:
+            slot.put(process)
+            self._expect(device, self._agents.start_s)
 
     def ready(self, device: int, process: ProcessId) -> list[Event]:
-        """One is ready, and joins; it may be killed, because it was late."""
-        if process in self._killed:
+        """One is ready, and serves; it may be killed, because it was late."""
+        slot = self._slots[device]
+        slot.put(process)
+        if slot.is_killed:
             return []
-        self._failed_starts[device] = 0
-        self.live[device] = process
+        slot.due = None
+        if device in self._faults.left_out:
+            return []
+        slot.status = _Status.SERVING
         self.have_served.add(device)
-        return [DeviceJoined(device=self._devices[device])]
-
-    def kill(self, process: ProcessId) -> None:
-        """One is killed, because it is not ready in time, or while it serves."""
-        self._killed.add(process)
+        self._faults.worked(f"the trainer of device {device}")
+        return [DeviceJoined(device=self._agents.devices[device])]
 
     def retire(self, device: int, process: ProcessId) -> None:
-        """One has said that it ends, which the controller knows."""
-        self._retired.add(process)
-        if self.live.get(device) == process:
-            del self.live[device]
+        """One has said that it ends."""
+        slot = self._slots[device]
+        slot.put(process)
+        slot.status = _Status.LEAVING
+        slot.due = slot.due if slot.is_killed else None
 
     def ended(self, device: int, process: ProcessId, cause: str) -> list[Event]:
         """One has ended.
 
         Raises:
-            LaunchError: As others of its device did, before they were of use.
+            LaunchError: As others of its device did before they were of use, and no other device
+                is left.
         """
-        has_joined, has_retired = self.live.get(device) == process, process in self._retired
-        lost = DeviceLost(device=device, by_order=process in self._killed)
-        self.gone(process)
-        if has_joined:
-            del self.live[device]
-            return [lost]
-        if not has_retired:
-            self._count_failed_start(device, cause)
+        slot = self._slots[device]
+        has_served, by_order = slot.is_served_by(process), slot.is_killed
+        is_news = slot.process != process or slot.status is _Status.STARTING
+        if slot.process == process:
+            slot.put(None)
+        if has_served:
+            return [DeviceLost(device=device, by_order=by_order)]
+        if is_news and device not in self._faults.left_out:
+            number = self._faults.failed(f"the trainer of device {device}")
+            if number >= MOST_IN_A_ROW:
+                why = (
+                    f"The trainer of device {device} ended {number} times in a row before it was "
+                    f"ready, the last time with {cause}; what it printed says why."
+                )
+                self._leave_out(device, why, why)
         return []
 
-    def gone(self, process: ProcessId) -> None:
-        """One has ended, and nobody need hear of it."""
-        self._killed.discard(process)
-        self._retired.discard(process)
+    def node_lost(self, node: Node) -> dict[int, ProcessId]:
+        """All on this node are dead; return those whose ends are still to be told."""
+        there = [device.index for device in node.devices]
+        self.have_served.difference_update(there)
+        for device in there:
+            if self.process_on(device) is None:
+                self._slots[device].put(None)
+        return {device: one for device in there if (one := self.process_on(device)) is not None}
 
-    def _count_failed_start(self, device: int, cause: str) -> None:
-        self._failed_starts[device] += 1
-        if (number := self._failed_starts[device]) >= MAX_FAILED_STARTS:
-            raise LaunchError(
-                f"The trainer of device {device} ended {number} times in a row before it was "
-                f"ready, the last time with {cause}; what it printed says why."
+    # -- what is done about it --------------------------------------------------------------------
+
+    def kill(self, device: int) -> None:
+        """Kill the one that serves; its successor announces itself."""
+        if (process := self.process_on(device)) is not None:
+            self._kill(device, process)
+
+    def _kill(self, device: int, process: ProcessId) -> None:
+        self._slots[device].is_killed = True
+        self._expect(device, _KILL_LIMIT_S)
+        self._agents.tell(process.agent, KillTrainer(pid=process.pid))
+
+    def _expect(self, device: int, limit_s: float | None) -> None:
+        if limit_s is not None:
+            due = self._slots[device].due = TrainerDue(device)
+            self._agents.inbox.later(limit_s, due)
+
+    def late(self, due: TrainerDue) -> None:
+        """One is not ready in time: because it is stopped, say. Or it was killed, and is there.
+
+        Then it is an agent that does not do what it was told to; it is killed if it is stopped.
+        """
+        slot = self._slots[due.device]
+        if slot.due is not due or (process := slot.process) is None:
+            return
+        node = self._agents.nodes.get(process.agent)
+        if slot.is_killed:
+            if node is not None:
+                if state_in_words(node.pid):
+                    self._agents.end(node.name)
+                self._expect(due.device, _LOOK_AGAIN_S)
+            return
+        name, pid = f"The trainer of device {due.device}", self._agents.nodes.pid_of(process)
+        told_late(name, self._agents.start_s, pid)
+        self._kill(due.device, process)
+
+    def device_failed(self, device: int, problem: str) -> None:
+        """A device itself has failed.
+
+        Raises:
+            LaunchError: Once too often, and no other device is left.
+        """
+        number = self._faults.failed(f"device {device}")
+        if number < MOST_IN_A_ROW:
+            fleet_logger.warning(
+                f"Device {device} itself has failed, {number} in a row: {problem}"
             )
+            return
+        often = f"failed {number} times in a row"
+        self._leave_out(
+            device,
+            f"it has {often}, the last time with: {problem}",
+            f"No device is left: each has {often}, the last one with: {problem}",
+        )
 
-    def node_lost(self, agent: str) -> dict[int, ProcessId]:
-        """All of this agent are dead; return those whose ends are still to be told."""
-        left = {device: process for device, process in self.live.items() if process.agent == agent}
-        for gone in (self._killed, self._retired):
-            gone -= {one for one in gone if one.agent == agent and one not in left.values()}
-        return left
+    def _leave_out(self, device: int, why: str, why_none: str) -> None:
+        left_out = self._faults.left_out.union([device])
+        if left_out.issuperset(self._agents.nodes.devices) and not self._agents.are_starting:
+            raise LaunchError(why_none)
+        self._faults.leave_out(f"device {device}", [device], why)
+        self._end_for_good(device)
+
+    def leave_out_node(self, name: str, why: str) -> list[int]:
+        """Leave out a node; return its devices."""
+        all_devices = self._agents.devices.values()
+        devices = [device.index for device in all_devices if device.node_name == name]
+        self._faults.leave_out(f"node {name}", devices, why)
+        for device in devices:
+            self._end_for_good(device)
+        return devices
+
+    def _end_for_good(self, device: int) -> None:
+        if self.process_on(device) is not None:
+            self._slots[device].is_killed = True
+            self._expect(device, _KILL_LIMIT_S)
+        self._agents.tell_node_of(device, LeaveOut(device=device))

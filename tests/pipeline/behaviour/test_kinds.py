@@ -17,7 +17,6 @@ import pytest
 import torch
 from pipeline_harness import serving
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 
 from optuna_fleet import FleetConfigError, PreprocessingError, SharedPipeline
@@ -109,24 +108,6 @@ def test_batches_look_as_those_of_a_loader() -> None:
             wanted = [looks(batch) for batch in loader]
             assert read(client, name) == wanted, name
             assert read(inline, name) == wanted, name
-
-
-class Name(str):
-    """A text of a class of its own."""
-
-
-def named(index: int) -> Any:
-    return torch.ones(3) * index, Name(index), "x", tv_tensors.Image(torch.ones(1, 2, 2))
-
-
-@pytest.mark.parametrize("kind", [str, Name, torch.Tensor, tv_tensors.Image])
-def test_what_is_registered_with_default_collate_holds(
-    kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, **_: (len(batch), batch[0]))
-    wanted = [looks(b) for b in DataLoader(Samples(named), batch_size=4)]  # type: ignore[arg-type]
-    with serving(pipeline_of({"val": named}), chunk_bytes=200) as agent:
-        assert read(agent.client(), "val") == wanted
 
 
 def test_what_a_loader_refuses_is_refused_with_its_words() -> None:

@@ -38,14 +38,12 @@ class Checking:
         self._close_inherited = close_inherited
         self._say = say
         self._pid = self._file = self._id = -1
-        self._ended: set[int] = set()  # processes that nobody waits for
 
     def act(self, message: CheckObjective | EndCheck) -> None:
         """End the check under way, if there is any, and begin another one if that is asked."""
         if self._pid >= 0:
             os.kill(self._pid, signal.SIGKILL)
             os.close(self._file)
-            self._ended.add(self._pid)
             self._pid = -1
         if isinstance(message, CheckObjective):
             self._begin(message)
@@ -70,14 +68,11 @@ class Checking:
             sock.close()
 
     def exited(self, pid: int, exit_code: int) -> bool:
-        """A child has ended; return whether it was a check."""
-        if pid in self._ended:
-            self._ended.discard(pid)
-        elif pid == self._pid:
+        """A child has ended; return whether it was the check that is under way."""
+        is_its = pid == self._pid
+        if is_its:
             self._tell(is_whole=exit_code == 0)
-        else:
-            return False
-        return True
+        return is_its
 
     def _tell(self, *, is_whole: bool) -> None:
         self._pid = -1

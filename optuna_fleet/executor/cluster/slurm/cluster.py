@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import queue
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -30,7 +32,6 @@ from optuna_fleet.executor.cluster.slurm.commands import (
     refusal,
     without_options,
 )
-from optuna_fleet.executor.cluster.slurm.printing import Printer
 from optuna_fleet.executor.given import Options
 from optuna_fleet.processes import cause_of_death, outlet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -44,7 +45,8 @@ _LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials
 _END_LIMIT_S = 5.0
 _KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
-_LISTEN_AGAIN_S = 0.1
+_PRINT_LIMIT_S = 2.0
+_MOST_UNPRINTED = 64
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
 _TASK_ENDED = re.compile(r"srun: error: \S+: task \S+: ")  # how, is told of the agent
 _GONE = (
@@ -121,18 +123,10 @@ def hint_at_slurm(environment: Mapping[str, str]) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One of the allocation's.
-
-    Attributes:
-        srun: The one that runs an agent there; None while there is none.
-        said: Its last lines, and those of the agent.
-        rest: What it has said of a line.
-    """
+    """One of the allocation's; `said`: the last lines of its srun, and of the agent."""
 
     name: str
-    srun: subprocess.Popen[bytes] | None = None
-    said: str = ""
-    rest: bytes = b""
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
 
 
 class SlurmEngine(Engine):
@@ -146,16 +140,17 @@ class SlurmEngine(Engine):
     def __init__(self, job: str, agent: Sequence[str], notice_s: float) -> None:
         self._job, self._agent, self._notice_s = job, agent, notice_s
         self._nodes: dict[str, _Node] = {}
-        self._running: set[_Node] = set()
+        self._running: dict[subprocess.Popen[bytes], threading.Thread] = {}  # which read of them
         self._handlers: dict[int, Any] = {}
         self._is_closed = True
-        self._printer: Printer | None = None
+        self._unprinted: queue.Queue[str | None] = queue.Queue(_MOST_UNPRINTED)
 
     def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
         own = invitation.environment() | {"SLURM_JOB_ID": self._job}
         self._environment = without_options(os.environ) | own
         self._inbox = inbox
+        self._printer = _thread(self._print)
         names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
         self._nodes = {name: _Node(name) for name in names}
         self._gpus: Mapping[str, int] = {}
@@ -169,7 +164,6 @@ class SlurmEngine(Engine):
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._handlers[number] = signal.signal(number, self._signalled)
-        self._printer = Printer()
         self._look()
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
@@ -203,22 +197,47 @@ class SlurmEngine(Engine):
         if threading.current_thread() is threading.main_thread():
             while self._handlers:
                 signal.signal(*self._handlers.popitem())
+        if self._is_closed:
+            return
         self._nodes, self._is_closed = {}, True
+        running = dict(self._running)
         for number, limit_s in ((signal.SIGTERM, _END_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
             deadline = time.monotonic() + limit_s
-            for node in list(self._running):
-                assert node.srun is not None
-                try:
-                    _, said = node.srun.communicate(timeout=max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    node.srun.send_signal(number)
-                else:
-                    self._running.discard(node)
-                    self._take(node, said)
-        while self._running:
-            self._running.pop().srun.wait()  # type: ignore[union-attr] # it is killed
-        if self._printer is not None:
-            self._printer.close()
+            for srun, reader in running.items():
+                reader.join(max(0.0, deadline - time.monotonic()))
+                if reader.is_alive():
+                    srun.send_signal(number)
+        for srun in running:
+            srun.wait()  # it has ended, or is killed
+        self._running = {}
+        with contextlib.suppress(queue.Full):
+            self._unprinted.put(None, timeout=_PRINT_LIMIT_S)
+            self._printer.join(_PRINT_LIMIT_S)
+
+    # -- on threads -------------------------------------------------------------------------------
+
+    def _read(self, node: _Node, srun: subprocess.Popen[bytes]) -> None:
+        """Have printed what an srun and its agent say, until both have ended."""
+        assert srun.stderr is not None
+        with srun, srun.stderr as lines:  # waits for its end
+            for data in lines:
+                line = data.decode(errors="replace").rstrip() + "\n"
+                is_over = self._ending or self._is_closed or _TASK_ENDED.match(line)
+                is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
+                if not is_sruns or (line.startswith("srun: error: ") and not is_over):
+                    node.said.append(line)
+                    self._unprinted.put(line)  # where the terminal blocks, they wait for it, too
+        self._inbox.call_later(0.0, self._ended, node, srun)
+
+    def _print(self) -> None:
+        """Print to standard error: a terminal may block (Ctrl-S), as may a full pipe."""
+        while (text := self._unprinted.get()) is not None:
+            # No `print`: the lock that it holds while it blocks is wanted when Python ends.
+            with contextlib.suppress(OSError, ValueError):
+                if (stream := sys.__stderr__) is not None:
+                    left = text.encode(stream.encoding, "backslashreplace")
+                    while left:
+                        left = left[os.write(stream.fileno(), left) :]
 
     # -- in a turn of the inbox, but `_look` ------------------------------------------------------
 
@@ -238,7 +257,7 @@ class SlurmEngine(Engine):
                 return
             inbox.call_later(0.0, self._looked, there)
 
-        threading.Thread(target=ask, name="optuna-fleet-slurm", daemon=True).start()
+        _thread(ask)
 
     def _looked(self, there: Allocation | None) -> None:
         is_first, self._has_looked = not self._has_looked, True
@@ -275,8 +294,9 @@ class SlurmEngine(Engine):
             return
         gpus = self._gpus.get(node.name)
         options = (f"--nodelist={node.name}", *([f"--gpus={gpus}"] if gpus else []))
+        node.said.clear()
         try:
-            srun = node.srun = subprocess.Popen(
+            srun = subprocess.Popen(
                 in_a_step(self._agent, *options),
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -287,54 +307,22 @@ class SlurmEngine(Engine):
         except OSError as error:
             self._inbox.put(LaunchError(f"`srun` can't be started: {error}"))
             return
-        node.said, node.rest = "", b""
-        self._running.add(node)
-        assert srun.stderr is not None
-        number = srun.stderr.fileno()
-        self._listen(node, number)
+        try:
+            self._running[srun] = _thread(self._read, node, srun)
+        except RuntimeError:  # no more threads
+            srun.kill()
+            raise
 
-    def _listen(self, node: _Node, number: int) -> None:
-        if not self._is_closed:
-            self._inbox.watch(number, select.EPOLLIN, lambda events: self._hear(node, number))
-
-    def _hear(self, node: _Node, number: int) -> None:
-        """An agent or its srun has said something, or ended."""
-        if self._printer is not None and self._printer.is_full and not self._is_closed:
-            self._inbox.unwatch(number)  # it waits for the terminal, as if it had that itself
-            self._inbox.call_later(_LISTEN_AGAIN_S, self._listen, node, number)
-            return
-        if not self._is_closed and (said := os.read(number, 1 << 16)):
-            self._take(node, said)
-            return
-        self._inbox.unwatch(number)
-        if not self._is_closed:
-            self._ended(node)
-
-    def _take(self, node: _Node, said: bytes) -> None:
-        text, _, node.rest = (node.rest + said).rpartition(b"\n")
-        for line in text.decode(errors="replace").splitlines(keepends=True):
-            is_over = self._ending or self._is_closed or _TASK_ENDED.match(line)
-            is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
-            if is_sruns and (is_over or not line.startswith("srun: error: ")):
-                continue
-            line = line.rstrip() + "\n"
-            node.said = "".join([*node.said.splitlines(keepends=True)[1 - _LAST_LINES :], line])
-            if self._printer is not None:
-                self._printer.put(line)
-
-    def _ended(self, node: _Node) -> None:
+    def _ended(self, node: _Node, srun: subprocess.Popen[bytes]) -> None:
         """Have another agent started, now or later, or tell that there is none any more."""
-        assert node.srun is not None
-        assert node.srun.stderr is not None
-        node.srun.stderr.close()
-        code = node.srun.wait()
-        self._how = f"ended with {cause_of_death(code)}. It said:\n{node.said}"
-        node.srun = None
-        self._running.discard(node)
-        refused = refusal(node.said)
+        self._running.pop(srun, None)
+        code = srun.wait()
+        said = "".join(node.said)
+        self._how = f"ended with {cause_of_death(code)}. It said:\n{said}"
+        refused = refusal(said)
         if self._nodes.get(node.name) is not node:
             return
-        if self._ending or any(sign in node.said for sign in _GONE):
+        if self._ending or any(sign in said for sign in _GONE):
             self._lose(node, "Slurm says that it is gone")
         elif refused is not None and may_pass(refused):
             self._inbox.call_later(_PUT_OFF_S, self._start, node)
@@ -351,3 +339,9 @@ class SlurmEngine(Engine):
         cause = f"Slurm ends its job: {self._ending}" if self._ending else cause
         self._inbox.put(Departure(node=node.name, cause=cause))
         self._give_up_without_nodes()
+
+
+def _thread(run: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=run, args=arguments, name="optuna-fleet-slurm", daemon=True)
+    thread.start()
+    return thread

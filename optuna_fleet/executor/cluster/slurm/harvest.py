@@ -110,14 +110,6 @@ class HarvestCluster(Cluster):
         )
         return HarvestEngine(self, agent)
 
-    def pilots(self) -> Pilots:
-        """None of them yet."""
-        return Pilots(
-            most=self.max_nodes,
-            renewal_s=min(self.time_limit_s * _RENEWAL_SHARE, _LONGEST_RENEWAL_S),
-            shares_nodes=not self.exclusive,
-        )
-
     def options(self) -> list[str]:
         """Those of sbatch."""
         given = {
@@ -130,21 +122,16 @@ class HarvestCluster(Cluster):
         return named + ["--exclusive"] * self.exclusive + shlex.split(self.sbatch)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Pilots:
     """Which pilots the last look at Slurm's queue has shown, and how many are missing. Pure.
 
     Attributes:
-        most: That wait and run; those about to reach their time limit come on top.
-        renewal_s: So long before a pilot's time limit another one is submitted.
-        shares_nodes: Whether several may be on one node.
         wanted: So many nodes would be used; None: as many as there are.
         dropped: Numbers of those that Slurm was told to cancel.
     """
 
-    most: int
-    renewal_s: float
-    shares_nodes: bool = False
+    cluster: HarvestCluster
     wanted: int | None = None
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
@@ -206,7 +193,7 @@ class Pilots:
 
     def name_of(self, job: Job) -> str:
         """What the agent of a running pilot calls its node."""
-        return job.nodes[0] + (f".{job.number}" if self.shares_nodes else "")
+        return job.nodes[0] + ("" if self.cluster.exclusive else f".{job.number}")
 
     def lose(self, nodes: Iterable[str]) -> None:
         """These were lost: the pilots that were there at the last look are so in vain."""
@@ -216,7 +203,8 @@ class Pilots:
 
     @property
     def _target(self) -> int:
-        return self.most if self.wanted is None else min(self.most, self.wanted)
+        most = self.cluster.max_nodes
+        return most if self.wanted is None else min(most, self.wanted)
 
     def missing(self, now: float) -> int:
         """How many to submit now."""
@@ -230,7 +218,9 @@ class Pilots:
         return max(0, self._target - len(self._lasting(now)) - len(self.ending))
 
     def _lasting(self, now: float) -> list[Job]:
-        return [j for j in self.running if j.end is None or j.end - now >= self.renewal_s]
+        """Those that run, and are not so near to their time limits that others are submitted."""
+        renewal_s = min(self.cluster.time_limit_s * _RENEWAL_SHARE, _LONGEST_RENEWAL_S)
+        return [j for j in self.running if j.end is None or j.end - now >= renewal_s]
 
     def to_cancel(self, now: float) -> list[str]:
         """Those that are not wanted, or will never start, or are lost, until they are `dropped`.
@@ -269,9 +259,9 @@ class HarvestEngine(PlacingEngine):
     ) -> None:
         super().__init__("Slurm", gap_s=min(_SHORTEST_GAP_S, check_s))
         self._cluster, self._check_s = cluster, check_s
-        suffix = ".$SLURM_JOB_ID" if not cluster.exclusive else ""
+        suffix = "" if cluster.exclusive else ".$SLURM_JOB_ID"
         self._script = f"#!/bin/sh\nexec {shlex.join(in_a_step(agent, suffix=suffix))}\n"
-        self._pilots = cluster.pilots()
+        self._pilots = Pilots(cluster)
 
     def expected(self) -> Sequence[str]:
         """See `Engine`."""
@@ -279,7 +269,7 @@ class HarvestEngine(PlacingEngine):
 
     def _prepare(self, invitation: Invitation) -> None:
         self._environment = invitation.environment()
-        self._pilots = self._cluster.pilots()
+        self._pilots = Pilots(self._cluster)
         self._job_name = f"optuna-fleet-{secrets.token_hex(4)}"
         self._mine = (f"--name={self._job_name}", f"--user={os.getuid()}")  # whatever $USER says
         self._has_pilots = self._is_troubled = False
