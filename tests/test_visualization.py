@@ -14,14 +14,13 @@ from optuna.trial import TrialState
 
 from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, PIPELINE_KEY, DeviceSpan
+from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, DeviceSpan
 from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.figure import colour_of
 
 START = 1.7e9
 IS_THERE = "node is there"
 PRUNED, FAILED, MOVED, LOST = "pruned", "failed", "checkpointed to move", "devices lost"
-BUSY, STALLED, QUEUE = CURVES = "preprocessors busy", "trials wait for data", "queue of data"
 
 
 def flight(devices, start, end, *, rnd=1, ending="returned"):
@@ -68,28 +67,6 @@ def study():
     )
     add_trial(study, flight([4], 14, 18, ending="raised"), state=TrialState.PRUNED)
     add_trial(study, flight([4], 18, 30, ending="raised"), state=TrialState.FAIL)
-    return study
-
-
-def add_span(study, index, start, end, *, busy=0.5, stalled=0.25, queue=0.75):
-    record = {
-        "start": START + start,
-        "end": START + end,
-        "num_preprocessors": 2.0,
-        "busy": busy,
-        "blocked": 0.125,
-        "stalled": stalled,
-        "queue": queue,
-    }
-    compat.set_study_record(study, PIPELINE_KEY.format(began=START, index=index), record)
-
-
-@pytest.fixture
-def watched(study):
-    """The same with what the pipeline did, first from 10 s to 18 s, then from 20 s to 40 s."""
-    add_span(study, 10, 14, 18, busy=1.0, stalled=0.5, queue=0.0)
-    add_span(study, 9, 10, 14)
-    add_span(study, 11, 20, 40, busy=0.25, stalled=0.0, queue=1.0)
     return study
 
 
@@ -220,25 +197,6 @@ def test_a_study_that_never_flew_gives_an_empty_figure_and_a_warning(caplog):
 def test_what_is_no_study_is_refused_in_words():
     with pytest.raises(FleetConfigError, match="`study` is 'sweep', but must be a study, as of"):
         plot_timeline("sweep")
-
-
-def test_the_figure_draws_the_lane_below_the_devices(watched):
-    figure = plot_timeline(watched)
-    busy, stalled, queue = (one(figure, curve) for curve in CURVES)
-    none, half, top = queue.y[3], stalled.y[7], queue.y[5]
-    assert 2.5 < top < half < none < figure.layout.yaxis.range[0]
-    assert half == pytest.approx((top + none) / 2)
-    assert busy.x[:6] == (0, 0, 4, 4, 0, None)
-    assert busy.y[:6] == (none, half, half, none, none, None)
-    assert queue.x == (0, 4, 4, 8, None, 10, 30)
-    assert queue.y[0] == pytest.approx((top + half) / 2)
-    assert "2.0 preprocessors, busy for 25% of their time" in queue.customdata[-1]
-    assert figure.layout.yaxis.ticktext == ("0", "1", "4", "data")
-
-
-def one(figure, name):
-    (found,) = (trace for trace in figure.data if trace.name == name)
-    return found
 
 
 def test_importing_draws_in_no_heavy_package():

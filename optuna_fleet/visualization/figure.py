@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from optuna_fleet.sampler_bridge.records import PipelineSpan
 from optuna_fleet.visualization.timeline import Bar, Mark, Row, Timeline, timeline_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _INK, _GREY, _ALERT = "#222222", "#C8C8C8", "#B2182B"
-_LANE_CURVES = {"busy": "preprocessors busy", "stalled": "trials wait for data"}
-_LANE_LINE = "queue of data"
 _NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
 _BAR_HEIGHT = 0.84  # of a row
-_LEAST_LANE_PX = 44
 _LONGEST_NAME = 24
 _MOST_LEGEND_ENTRIES = 20
 _FIRST = 1  # legend rank: the marks come before the trials
-_LANE_COLOURS = {"busy": "#9DB4C0", "stalled": _ALERT}
 _SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
 _HATCH = {
     "fgcolor": _INK,
@@ -55,8 +48,7 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
     Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
     have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
     Where there are several nodes, the rows are grouped by them, and grey where a device was there.
-    The lane at the bottom shows the shared pipeline: how busy its preprocessors were, for how much
-    of their time trials waited for data, and how full the queues before them were.
+    Who points at a flight is told how long it waited for data.
 
     Args:
         study: A study whose trials ran on a fleet.
@@ -78,14 +70,12 @@ def figure_of(timeline: Timeline) -> go.Figure:
         layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden}
         return go.Figure(layout={"template": "plotly_white", **layout})
     rows = {row: place for place, row in enumerate(timeline.rows)}
-    lane = _Lane(spans=timeline.spans, num_devices=len(rows))
     traces = [
         *_stay_traces(timeline, rows),
         *_bar_traces(timeline, rows),
         *_mark_traces(timeline, rows),
-        *lane.traces(),
     ]
-    return go.Figure(data=traces, layout=_layout(timeline, lane))
+    return go.Figure(data=traces, layout=_layout(timeline))
 
 
 def _row_px(num_devices: int) -> int:
@@ -93,9 +83,8 @@ def _row_px(num_devices: int) -> int:
     return max(14, min(60, 1600 // max(num_devices, 1)))
 
 
-def _layout(timeline: Timeline, lane: _Lane) -> dict[str, Any]:
+def _layout(timeline: Timeline) -> dict[str, Any]:
     rows = timeline.rows
-    num_rows, has_lane = len(rows) + lane.rows, bool(lane.spans)
     upright = {**_LINE, "yref": "paper", "y0": 0, "y1": 1, "name": "new round"}
     upright |= {"legendrank": _FIRST, "line": {"color": "#707070", "width": 1.5}}
     level = {**_LINE, "xref": "paper", "x0": 0, "x1": 1, "showlegend": False}
@@ -104,7 +93,7 @@ def _layout(timeline: Timeline, lane: _Lane) -> dict[str, Any]:
     return {
         "template": "plotly_white",
         "title": {"text": html.escape(_title(timeline))},
-        "height": max(320, 140 + _row_px(len(rows)) * num_rows),
+        "height": max(320, 140 + _row_px(len(rows)) * len(rows)),
         "margin": {"t": 70, "b": 60},
         "barmode": "overlay",
         "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
@@ -115,9 +104,9 @@ def _layout(timeline: Timeline, lane: _Lane) -> dict[str, Any]:
         },
         "yaxis": {
             "title": {"text": "device"},
-            "tickvals": [*range(len(rows)), *[lane.centre] * has_lane],
-            "ticktext": [*map(html.escape, _labels(rows)), *["data"] * has_lane],
-            "range": [num_rows - 0.5, -0.5],
+            "tickvals": [*range(len(rows))],
+            "ticktext": [*map(html.escape, _labels(rows))],
+            "range": [len(rows) - 0.5, -0.5],
             "showgrid": False,
             "zeroline": False,
         },
@@ -226,82 +215,3 @@ def _mark_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str,
                     "line": {"color": "white", "width": 1},
                 },
             }
-
-
-# -- what the pipeline did ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lane:
-    """The lane below the devices, in rows, which count downwards; of no height without spans."""
-
-    spans: Sequence[PipelineSpan]
-    num_devices: int
-
-    @property
-    def rows(self) -> int:
-        return math.ceil(_LEAST_LANE_PX / _row_px(self.num_devices)) if self.spans else 0
-
-    @property
-    def centre(self) -> float:
-        return self.num_devices + (self.rows - 1) / 2
-
-    def place(self, share: float) -> float:
-        """Where a share from 0 to 1 lies."""
-        margin = 1 - _BAR_HEIGHT
-        bottom = self.num_devices + self.rows - 0.5 - margin / 2
-        return bottom - (self.rows - margin) * min(max(share, 0.0), 1.0)
-
-    def traces(self) -> Iterator[dict[str, Any]]:
-        if self.spans:
-            yield from (self._area(name) for name in _LANE_CURVES)
-            yield self._line()
-
-    def _area(self, name: str) -> dict[str, Any]:
-        """One rectangle for each span."""
-        tops = [self.place(getattr(span, name)) for span in self.spans]
-        bottom = self.place(0.0)
-        return {
-            "type": "scatter",
-            "mode": "lines",
-            "name": _LANE_CURVES[name],
-            "x": [x for s in self.spans for x in (s.start, s.start, s.end, s.end, s.start, None)],
-            "y": [y for top in tops for y in (bottom, top, top, bottom, bottom, None)],
-            "fill": "toself",
-            "fillcolor": _LANE_COLOURS[name],
-            "line": {"width": 0},
-            "hoverinfo": "skip",
-            "legendrank": _FIRST,
-        }
-
-    def _line(self) -> dict[str, Any]:
-        """Steps; with a gap where nothing was recorded for a time."""
-        corners: list[tuple[float, float, str] | tuple[None, None, None]] = []
-        for n, span in enumerate(self.spans):
-            if n and span.start > self.spans[n - 1].end + 0.001:
-                corners.append((None, None, None))
-            place, text = self.place(span.queue), _span_text(span)
-            corners += [(time_s, place, text) for time_s in (span.start, span.end)]
-        x, y, texts = (list(column) for column in zip(*corners, strict=True))
-        return {
-            "type": "scatter",
-            "mode": "lines",
-            "name": _LANE_LINE,
-            "x": x,
-            "y": y,
-            "customdata": texts,
-            "hovertemplate": "%{customdata}<extra></extra>",
-            "line": {"color": _INK, "width": 1.5},
-            "legendrank": _FIRST,
-        }
-
-
-def _span_text(span: PipelineSpan) -> str:
-    lines = [
-        f"<b>data</b>, {span.start:.1f} s to {span.end:.1f} s",
-        f"{span.num_preprocessors:.1f} preprocessors, busy for {span.busy:.0%} of their time",
-        f"short of memory for {span.blocked:.0%}",
-        f"queues {span.queue:.0%} full",
-        f"trials waited for {span.stalled:.0%} of their time",
-    ]
-    return "<br>".join(lines)

@@ -17,9 +17,7 @@ from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.records import (
     DEVICES_PREFIX,
-    PIPELINE_PREFIX,
     DeviceSpan,
-    PipelineSpan,
     device_spans_of,
     flights_of,
 )
@@ -74,13 +72,11 @@ class Timeline:
         name: The study's.
         bars: One per flight and device, by start.
         stays: When devices of several nodes were there; none if all were on one node.
-        spans: What the shared pipeline did, by start, in seconds since the first flight.
     """
 
     name: str
     bars: tuple[Bar, ...]
     stays: tuple[Stay, ...] = ()
-    spans: tuple[PipelineSpan, ...] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -132,7 +128,7 @@ def timeline_of(study: optuna.Study) -> Timeline:
         message = "Your study does not have any flights: no trial ran on a fleet."
         compat.fleet_logger.warning(message)
     bars.sort(key=lambda bar: (bar.start_s, bar.number, bar.row[1]))
-    shown = Timeline(name=study.study_name, bars=tuple(bars), spans=tuple(_spans(study, zero)))
+    shown = Timeline(name=study.study_name, bars=tuple(bars))
     return replace(shown, stays=tuple(_stays(device_spans_of(study), zero, shown.duration_s)))
 
 
@@ -218,12 +214,3 @@ def _stays(recorded: Sequence[DeviceSpan], zero: float, last_s: float) -> Iterat
             start_s, end_s = max(0.0, span.start - zero), min(end - zero, last_s)
             if end_s > start_s:
                 yield Stay(row=(span.node, span.device), start_s=start_s, end_s=end_s)
-
-
-def _spans(study: optuna.Study, zero: float) -> list[PipelineSpan]:
-    records = compat.study_records(study, PIPELINE_PREFIX).values()
-    moved = (
-        replace(span, start=max(0.0, span.start - zero), end=max(0.0, span.end - zero))
-        for span in (PipelineSpan(**record) for record in records)
-    )
-    return sorted(moved, key=lambda span: span.start)

@@ -21,7 +21,7 @@ from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.stop_lines import StopLines
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.call.tally import PipelineLog, Tally
+from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -75,7 +75,7 @@ class Parts:
         options, send = job.options, runtime.send
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
         self.progress = Progress.of(ledger, proposals)
-        self.tally = Tally(began, ledger.records.decision)
+        self.tally = Tally(began)
         self.journal = Journal(self.runs, self.devices, self.progress, self.tally)
         self.calls = CallHandler(send, ledger, retention, self._go_on_after)
         self.outcomes = Outcomes(ledger, proposals, retention)
@@ -85,9 +85,7 @@ class Parts:
         self.stop_lines = StopLines(options.checkpoints.interval_s, send, self.later_of)
         self.held = HeldStates(self.runs)
         self.watchdog = Watchdog(options.limits, runtime.process_state)
-        self.pipeline_log = PipelineLog(
-            ledger.records.pipeline_span, runtime.reports.total, self.journal.now()
-        )
+        self._preprocessed_before = runtime.reports.total
         self.evaluator = EpochEvaluator(options, ledger, maximize=job.maximize)
 
     # -- when it is time --------------------------------------------------------------------------
@@ -176,6 +174,6 @@ class Parts:
             now,
             trials=self.ledger.ended,
             left_out=self.runtime.faults.reasons,
-            pipeline=None if stats is None else self.pipeline_log.finish(stats, now),
+            pipeline=None if stats is None else stats.since(self._preprocessed_before),
             exchange=self.runtime.sharing.how,
         )

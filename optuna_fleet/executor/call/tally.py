@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from optuna_fleet.events import (
     Ending,
@@ -17,17 +17,10 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.call.journal import DeviceLog, Entry
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.summary import FleetSummary, Solved, mean_of
+from optuna_fleet.executor.call.summary import Decision, FleetSummary, Solved, mean_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.records import Decision, Flight, PipelineSpan
-
-MIN_SPAN_S = 2.0
-"""No span is shorter, except the last."""
-
-RESOLUTION = 64
-"""A span takes at least this part of the time since the call began: a sweep of any length has
-little more than as many of them (630 for 100 hours)."""
+from optuna_fleet.sampler_bridge.records import Flight
 
 
 class Tally:
@@ -35,12 +28,10 @@ class Tally:
 
     Args:
         began: When the call did, in seconds since the epoch.
-        record: Keeps a decision with the study.
     """
 
-    def __init__(self, began: float, record: Callable[[Decision], None]) -> None:
+    def __init__(self, began: float) -> None:
         self._began = began
-        self._record = record
         self._startup_s: float | None = None
         self._flights: list[Flight] = []
         self._decisions: list[Decision] = []
@@ -69,7 +60,7 @@ class Tally:
         self._flights.append(flight)
 
     def _decided(self, started: StartRound, now: float) -> None:
-        """A plan is carried out: record it, and say so where anything moves."""
+        """A plan is carried out: say so where anything moves."""
         plan = started.plan
         decision = Decision(
             time=now,
@@ -83,7 +74,6 @@ class Tally:
             solver=plan.solver,
         )
         self._decisions.append(decision)
-        self._record(decision)
         level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
         fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
@@ -123,47 +113,4 @@ class Tally:
             exchange=exchange,
             left_out=dict(left_out),
             startup_s=self._startup_s or 0.0,
-        )
-
-
-class PipelineLog:
-    """Turns what the shared pipeline has done since the start of the fleet into spans. Pure.
-
-    Args:
-        base: What had been done when the call began.
-        began: When that was, in seconds since the epoch.
-    """
-
-    def __init__(
-        self, record: Callable[[PipelineSpan], None], base: PipelineStats, began: float
-    ) -> None:
-        self._record = record
-        self._base = self._last = base
-        self._began = self._noted = began
-
-    def note(self, stats: PipelineStats, now: float) -> None:
-        """So much was done by now; that ends a span if enough time has passed."""
-        if now - self._noted >= max(MIN_SPAN_S, (now - self._began) / RESOLUTION):
-            self._end_span(stats, now)
-
-    def finish(self, stats: PipelineStats, now: float) -> PipelineStats:
-        """The call is over; returns what the pipeline did for it."""
-        self._end_span(stats, now)
-        return stats.since(self._base)
-
-    def _end_span(self, stats: PipelineStats, now: float) -> None:
-        use = stats.use.since(self._last.use)
-        start, self._noted, self._last = self._noted, now, stats
-        if use.active_s <= 0.0:
-            return  # nobody read
-        self._record(
-            PipelineSpan(
-                start=round(start, 3),
-                end=round(now, 3),
-                num_preprocessors=round(use.num_preprocessors, 2),
-                busy=round(use.busy_share, 3),
-                blocked=round(use.blocked_share, 3),
-                stalled=round(use.stalled_share, 3),
-                queue=round(use.queue_share, 3),
-            )
         )
