@@ -60,7 +60,7 @@ def test_a_piece_has_the_nodes_that_change_most_in_compressed_time(
     harvest: Any, piece: Any
 ) -> None:
     assert piece.names == ("a", "c")
-    changes = [(change.time_s, change.joined, change.left) for change in piece.changes()]
+    changes = [(change.time_s, change.joined, change.left) for change in piece.changes]
     assert changes == [(0, (0, 1), ()), (2, (), (0,)), (5, (0,), (1,)), (10, (), ())]
 
 

@@ -20,9 +20,8 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.report import lower_bound_s
-from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.progress import Outcome
+from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
@@ -292,7 +291,7 @@ def test_in_every_policy_trials_that_need_several_types_come_to_their_turn(polic
     outcome = run.run()
     assert all(p.ended_s is not None for p in outcome.trials.values())
     assert outcome.end_s >= lower_bound_s(trials, {"v": 2, "a": 1})
-    widths = {span.number: len(span.devices) for span in outcome.totals.spans}
+    widths = {span.number: len(span.devices) for span in outcome.spans}
     assert [widths[number] for number in (2, 5)] == [3, 3]
     rate = large.rate_on({"v": 2, "a": 1})
     assert rate == pytest.approx((2 * 10.0 + 20.0) * 3**0.9 / 3)
@@ -323,7 +322,7 @@ def test_simulated_sweeps_on_two_types_keep_to_the_bound_and_to_one_type(policy:
     outcome = run.run()
     assert all(p.ended_s is not None for p in outcome.trials.values())
     assert outcome.end_s >= lower_bound_s(trials, num_devices)
-    assert all({d < 3 for d in span.devices} != {True, False} for span in outcome.totals.spans)
+    assert all({d < 3 for d in span.devices} != {True, False} for span in outcome.spans)
 
 
 def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> None:

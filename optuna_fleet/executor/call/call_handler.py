@@ -11,9 +11,9 @@ from typing import Any
 from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.patience import is_gone
+from optuna_fleet.sampler_bridge.proposals import BackgroundSampler
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import (
     AfterEpoch,
