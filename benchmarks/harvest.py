@@ -383,10 +383,8 @@ def main() -> None:
     AGENTS.set_forkserver_preload(["__main__", agent, *modules_to_preload()])
     harvest = harvest_of(options)
     piece = harvest.piece
-    joins, losses = (
-        sum(len(way) for way in ways)
-        for ways in zip(*((c.joined, c.left) for c in piece.changes[1:]), strict=True)
-    )
+    joins = sum(len(change.joined) for change in piece.changes[1:])
+    losses = sum(len(change.left) for change in piece.changes)
     print(
         f"{len(piece.names)} nodes, {piece.mean_nodes(piece.end_s):.1f} there on average, "
         f"{joins} joins, {losses} losses; {piece.end_s:.0f} s; load {os.getloadavg()[0]:.1f}\n\n"
