@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -143,7 +143,7 @@ class Outcome:
     end_s: float = 0.0
     trials: dict[int, Progress] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    present_s: Counter[int] = field(default_factory=Counter)
+    present_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     waited_s: float = 0.0
     solve_s: list[float] = field(default_factory=list)
     checked: list[frozenset[str]] = field(default_factory=list)

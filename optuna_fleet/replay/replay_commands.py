@@ -23,8 +23,7 @@ from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
 from optuna_fleet.replay.trial_files import MIXES, load_ensemble, load_jobs
 from optuna_fleet.replay.workload import MOST, SimulatedTrial
-from optuna_fleet.visualization.figure import figure_of
-from optuna_fleet.visualization.timeline import Bar, Mark, Timeline
+from optuna_fleet.visualization.timeline import Bar, Mark, Timeline, figure_of
 
 _SEED = number_of(least=0, most=2**63, whole=True)
 _NODES = number_of(least=1, most=SUMMIT_NODES, whole=True)
