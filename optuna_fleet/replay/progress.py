@@ -53,7 +53,6 @@ class SimulatedRun:
     samples_before: float
     waits: bool = False
     version: int = 0
-    flotilla: tuple[int, int] | None = None
     waited_device_s: float = 0.0
 
     def advance(self, now: float) -> None:

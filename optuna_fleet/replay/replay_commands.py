@@ -209,42 +209,35 @@ def _write(path: Path, text: str) -> None:
 # -- what is shown -------------------------------------------------------------------------------
 
 
-_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "policy": lambda report: report["policy"],
-    "makespan_s": lambda report: report["makespan_s"],
-    "ratio_to_bound": lambda report: report.get("ratio_to_bound"),
-    "speedup_over_baseline": lambda report: report.get("speedup_over_baseline"),
-    "utilisation": lambda report: report.get("utilisation"),
-    "trials": lambda report: report["trials"],
-    "rounds": lambda report: report["rounds"],
-    "decisions": lambda report: report["decisions"],
-    "waiting_and_idle_s": lambda report: report["waiting_s"] + report["idle_s"],
-    "solver_s.total": lambda report: report["solver_s"]["total"],
-}
+_COLUMNS = (
+    *("policy", "makespan_s", "ratio_to_bound", "speedup_over_baseline", "utilisation", "trials"),
+    *("rounds", "decisions", "waiting_s", "idle_s", "solver_s.total"),
+)
 
 
 def rows(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """A table of policies, line by line: what all reports have of the columns."""
+    """A table of policies, line by line: what the reports have of the columns."""
     titles: list[str] = []
     for report in reports:
-        cells = {title: cell for title, of in _COLUMNS.items() if (cell := of(report)) is not None}
+        cells = dict(_flat(report))
         if not titles:
-            titles = list(cells)
+            titles = [title for title in _COLUMNS if title in cells]
             yield "  ".join(f"{title:<11}" for title in titles)
-        shown = [_shown(cells.get(title, "-")) for title in titles]
-        widths = (max(11, len(title)) for title in titles)
-        yield "  ".join(f"{text:<{width}}" for text, width in zip(shown, widths, strict=True))
+        texts = {title: _shown(cells.get(title, "-")) for title in titles}
+        yield "  ".join(f"{text:<{max(11, len(title))}}" for title, text in texts.items())
 
 
-def lines(report: dict[str, Any], prefix: str = "") -> list[str]:
+def lines(report: Mapping[str, Any]) -> list[str]:
     """The report as aligned lines of text."""
-    text = []
+    return [f"{name:<28} {_shown(value)}" for name, value in _flat(report)]
+
+
+def _flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in report.items():
         if isinstance(value, dict):
-            text += lines(value, prefix=f"{prefix}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            text.append(f"{prefix + name:<28} {_shown(value)}")
-    return text
+            yield prefix + name, value
 
 
 def _shown(value: Any) -> str:

@@ -277,7 +277,6 @@ class Simulation:
             since_s=self._now,
             round=launch.round,
             samples_before=progress.samples,
-            flotilla=self._flotilla_of.get(launch.number),
         )
         charge_start(progress, num_by_kind, self._now, self._rules)
         if progress.begun_s is None:
@@ -288,7 +287,7 @@ class Simulation:
             measured_s = self._now + self._rules.profile_samples / rate
             self._set_timer(measured_s, partial(self._measured, launch.run_id))
         self._go_on(flight)
-        self._couple(flight.flotilla)
+        self._couple(launch.number)
         if launch.probe:
             reached = DataRequested(run_id=launch.run_id, model=progress.trial.model)
             too_few = len(launch.devices) < progress.trial.min_devices
@@ -324,7 +323,7 @@ class Simulation:
         if len(left) < len(flight.devices) and flight.progress.ended_s is None:
             charge_loss(flight.progress, self._num_by_kind(left), self._rules)
         self._outcome.add_run(flight, self._now)
-        self._couple(flight.flotilla)
+        self._couple(flight.number)
 
     def _num_by_kind(self, devices: Iterable[int]) -> Mapping[str, int]:
         return Counter(self._devices[device].kind for device in devices)
@@ -335,14 +334,13 @@ class Simulation:
         for k, flotilla in enumerate(instruction.plan.flotillas):
             for assignment in flotilla.assignments:
                 self._flotilla_of[assignment.number] = (instruction.round, k)
-        for flight in self._flights.values():
-            flight.flotilla = self._flotilla_of.get(flight.number, flight.flotilla)
 
-    def _couple(self, flotilla: tuple[int, int] | None) -> None:
-        """Lets the members of a flotilla advance alike, if they share a ring."""
-        if not self._rules.coupled or flotilla is None:
+    def _couple(self, number: int) -> None:
+        """Lets the members of a trial's flotilla advance alike, if they share a ring."""
+        if not self._rules.coupled or (flotilla := self._flotilla_of.get(number)) is None:
             return
-        members = [f for f in self._flights.values() if f.flotilla == flotilla]
+        flying = self._flights.values()
+        members = [f for f in flying if self._flotilla_of.get(f.number) == flotilla]
         pace = min([self._fastest, *(f.rate for f in members)])
         for flight in members:
             if flight.pace != pace:
