@@ -259,15 +259,17 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
     # -- evaluation -------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer`; each rank evaluates all samples, and all have rank 0's metrics."""
+        """See `Trainer`; each rank evaluates all samples, and all have rank 0's numbers."""
         self._prepare(self.model)
         evaluation = Evaluation(dataloader, self.accelerator.gradient_state)
         self.fleet_trial.give_whole_batches(True)
         try:
-            output = super().evaluation_loop(evaluation, *args, **kwargs)
+            with torch.no_grad():  # with gradients, shuffled batches would be ones to train on
+                output = super().evaluation_loop(evaluation, *args, **kwargs)
         finally:
             self.fleet_trial.give_whole_batches(False)
-        return output._replace(metrics=gather(output.metrics)[0])
+        numbers = {n: x for n, x in output.metrics.items() if isinstance(x, int | float)}
+        return output._replace(metrics={**output.metrics, **gather(numbers)[0]})
 
 
 class FleetTrainer(FleetTrainerMixin, Trainer):
