@@ -211,7 +211,7 @@ def _write(path: Path, text: str) -> None:
 
 _COLUMNS = (
     *("policy", "makespan_s", "ratio_to_bound", "speedup_over_baseline", "utilisation", "trials"),
-    *("rounds", "decisions", "waiting_s", "idle_s", "solver_s.total"),
+    *("rescales", "rounds", "decisions", "waiting_s", "idle_s", "solver_s.total"),
 )
 
 

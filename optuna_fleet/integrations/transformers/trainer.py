@@ -37,8 +37,8 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
     `ExportableState`. Trainer's own checkpoints are off.
 
     Losses of models that are told of `num_items_in_batch` are exact means over the labels that
-    count, on any number of devices; see `weighted`. Losses and metrics are those of all devices,
-    on every rank; only rank 0 is a process that logs and saves.
+    count, on any number of devices; see `weighted`. What is logged is of all devices, on every
+    rank; only rank 0 is a process that logs and saves. Each rank evaluates all samples.
 
     Args:
         trial: What the objective was given.
