@@ -109,10 +109,10 @@ def search(check_s: float, seed: int) -> dict[str, Any]:
     )
     everything = FleetChange(time_s=0.0, joined=tuple(range(NUM_DEVICES)))
     outcome = simulation.run(iter([everything]))
-    passed = frozenset().union(*outcome.totals.checked)
+    passed = frozenset().union(*outcome.checked)
     return {
         "cleared": sum(trial.traits <= passed for trial in trials) / NUM_TRIALS,
-        "checks": (num_checks := len(outcome.totals.checked)),
+        "checks": (num_checks := len(outcome.checked)),
         "share": num_checks * check_s / (outcome.end_s * NUM_DEVICES),
         "makespan_s": outcome.end_s,
     }

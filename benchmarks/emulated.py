@@ -27,8 +27,7 @@ import torch
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.report import lower_bound_s
-from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.workload import Rules, SimulatedTrial
 
 NUM_TRIALS, NUM_DEVICES = 24, 16

@@ -20,14 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
 import torch
 
@@ -41,7 +40,7 @@ from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preloa
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.policies import Own
 from optuna_fleet.replay.progress import Progress
-from optuna_fleet.replay.report import utilisation
+from optuna_fleet.replay.scenarios import utilisation
 from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace, load_trace
 from optuna_fleet.replay.trial_files import load_jobs
@@ -65,23 +64,25 @@ def piece_of(
     trace: NodeTrace, *, begin_s: float, length_s: float, num_nodes: int, compression: float
 ) -> NodeTrace:
     """The nodes that come and go most often for that long, in compressed time."""
-    inside = (trace.time_s >= begin_s) & (trace.time_s < begin_s + length_s)
-    rows = np.flatnonzero(inside[trace.event])
-    changes = np.bincount(trace.node[rows], minlength=len(trace.names))
-    chosen = np.sort(np.argsort(-changes, kind="stable")[:num_nodes])
-    rows = rows[np.isin(trace.node[rows], chosen)]
-    idle = trace.initial_idle.astype(np.int64)
-    earlier = trace.time_s[trace.event] < begin_s
-    np.add.at(idle, trace.node[earlier], trace.delta[earlier])
-    events, event = np.unique(trace.event[rows], return_inverse=True)
-    moments = (trace.time_s[events] - begin_s) / compression
+    first, *later = trace.changes
+    inside = [c for c in later if begin_s <= c.time_s < begin_s + length_s]
+    moves = Counter(node for c in inside for node in (*c.joined, *c.left))
+    chosen = sorted(sorted(range(len(trace.names)), key=lambda n: -moves[n])[:num_nodes])
+    place = {node: k for k, node in enumerate(chosen)}
+    earlier = (first, *(c for c in later if c.time_s < begin_s))
+
+    def of_chosen(time_s: float, joined: Iterable[int], left: Iterable[int]) -> FleetChange:
+        joined, left = (tuple(place[n] for n in few if n in place) for few in (joined, left))
+        return FleetChange(time_s=time_s / compression, joined=joined, left=left)
+
+    changes = [
+        of_chosen(0.0, sorted(replace(trace, changes=earlier).idle_at_end()), ()),
+        *(of_chosen(c.time_s - begin_s, c.joined, c.left) for c in inside),
+        of_chosen(length_s, (), ()),
+    ]
     return NodeTrace(
-        time_s=np.concatenate([[0.0], moments, [length_s / compression]]),
-        initial_idle=idle[chosen] > 0,
-        event=event + 1,
-        node=np.searchsorted(chosen, trace.node[rows]),
-        delta=trace.delta[rows],
         names=tuple(trace.names[node] for node in chosen),
+        changes=tuple(c for c in changes if c in (changes[0], changes[-1]) or c.joined or c.left),
     )
 
 
@@ -233,7 +234,7 @@ class Harvest:
     def live(self, policy: str) -> Lived:
         """Run the executor through it."""
         data = torch.utils.data.TensorDataset(torch.ones(int(self.spec.samples_per_epoch), 1))
-        engine = HarvestEngine(list(self.piece.changes()))
+        engine = HarvestEngine(self.piece.changes)
         with (
             tempfile.TemporaryDirectory() as folder,
             FleetExecutor(
@@ -244,7 +245,7 @@ class Harvest:
                 max_trials=self.max_trials,
             ) as fleet,
         ):
-            first = int(self.piece.initial_idle.sum())
+            first = len(self.piece.changes[0].joined)
             warm_up = optuna.create_study()
             warm_up.optimize(lambda trial: time.sleep(0.5) or 0.0, 2 * first, executor=fleet)
             log = Path(folder) / "steps"
@@ -311,7 +312,7 @@ class Harvest:
             rules,
         )
         outcome = simulation.run(iter(self._late(lived.join_s)), self.piece.end_s)
-        rounds = max((span.round for span in outcome.totals.spans), default=0)
+        rounds = max((span.round for span in outcome.spans), default=0)
         return self.utilisation(list(outcome.trials.values())), rounds
 
     def _late(self, join_s: float) -> list[FleetChange]:
@@ -330,7 +331,7 @@ class Harvest:
     def _stays(self) -> Iterator[tuple[int, float, float]]:
         """Which node is idle in the trace, from when, until when."""
         since: dict[int, float] = {}
-        for change in self.piece.changes():
+        for change in self.piece.changes:
             for node in change.left:
                 yield node, since.pop(node), change.time_s
             since |= dict.fromkeys(change.joined, change.time_s)
@@ -382,7 +383,8 @@ def main() -> None:
     AGENTS.set_forkserver_preload(["__main__", agent, *modules_to_preload()])
     harvest = harvest_of(options)
     piece = harvest.piece
-    joins, losses = ((piece.delta == sign).sum() for sign in (1, -1))
+    joins = sum(len(change.joined) for change in piece.changes[1:])
+    losses = sum(len(change.left) for change in piece.changes)
     print(
         f"{len(piece.names)} nodes, {piece.mean_nodes(piece.end_s):.1f} there on average, "
         f"{joins} joins, {losses} losses; {piece.end_s:.0f} s; load {os.getloadavg()[0]:.1f}\n\n"

@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 
 from ensembles import RESCALE_S, STORIES, ensemble
 
-from optuna_fleet.replay.report import lower_bound_s
-from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.trial_files import pruned_after
 from optuna_fleet.replay.workload import Rules
 

@@ -119,7 +119,8 @@ def test_reports_are_printed_for_people_and_written_for_programs(
 def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.json"
     arguments = ["simulate", ensemble, "--devices", "3", "--json", str(out)]
-    assert main([*arguments, "--policy", "all", "--gantt", str(tmp_path / "out.html")]) == 0
+    policies = [word for name in POLICIES for word in ("--policy", name)]
+    assert main([*arguments, *policies, "--gantt", str(tmp_path / "out.html")]) == 0
     titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     assert [row[0] for row in rows] == list(POLICIES)
     reports = json.loads(out.read_text())["policies"]
@@ -128,8 +129,8 @@ def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsy
         assert shown["policy"] == report["policy"]
         for title in ("makespan_s", "ratio_to_bound", "speedup_over_baseline", "rounds"):
             assert float(shown[title]) == pytest.approx(report[title], rel=1e-5)
-        resting_s = report["waiting_s"] + report["idle_s"]
-        assert float(shown["waiting_and_idle_s"]) == pytest.approx(resting_s, rel=1e-5)
+        for title in ("waiting_s", "idle_s"):
+            assert float(shown[title]) == pytest.approx(report[title], rel=1e-5)
         assert float(shown["solver_s.total"]) == pytest.approx(
             report["solver_s"]["total"], rel=1e-5
         )
@@ -186,8 +187,7 @@ def test_replay_says_how_well_the_nodes_are_used(trace: str, jobs: str, capsys: 
 
 
 def test_replay_takes_its_options(trace: str, jobs: str, capsys: Any) -> None:
-    options = ["--mix", "diverse", "--events", "nodes-only", "--max-trials", "1"]
-    options += ["--policy", "equal-split", "--published-heuristic"]
+    options = ["--mix", "diverse", "--max-trials", "1", "--policy", "equal-split"]
     report = report_of(capsys, "replay", trace, jobs, *options)
     assert report["utilisation"] > 0
     assert report["policy"] == "equal-split"
@@ -198,7 +198,8 @@ def test_all_that_can_be_replayed_are_compared(trace: str, jobs: str, capsys: An
         ([], ["equal-split", "elastic"]),
         (["--paradigm", "elastic"], list(POLICIES)),
     ):
-        assert main(["replay", trace, jobs, "--policy", "all", *options]) == 0
+        policies = [word for name in names for word in ("--policy", name)]
+        assert main(["replay", trace, jobs, *policies, *options]) == 0
         titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
         assert [row[0] for row in rows] == names
         assert all(float(row[titles.index("utilisation")]) > 0 for row in rows)
@@ -213,7 +214,6 @@ def test_nodes_that_are_never_idle_are_no_crash(
     np.savez(trace, **arrays)
     report = report_of(capsys, "replay", trace, jobs)
     assert (report["trials"], report["mean_nodes"]) == (0, 0.0)
-    assert "`to_the_end`" in refusal_of(capsys, "replay", trace, jobs, "--to-the-end")
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,10 @@ def test_nodes_that_are_never_idle_are_no_crash(
     [
         (["--devices", "0"], "is 0, but must be a whole number >= 1"),
         (["--devices", "9" * 30], "must be a whole number >= 1 and <= 1000000"),
-        (["--devices", "2", "--noise", "1e300"], "is 1e+300, but must be a number >= 0 and <= 10"),
         (["--devices", "two"], "is 'two', but must be a whole number >= 1"),
         ([], "the following arguments are required: --devices"),
         (["--devices", "2", "--policy", "best"], "invalid choice: 'best'"),
         (["--devices", "2", "--seed", "-1"], "is -1, but must be a whole number >= 0"),
-        (["--devices", "2", "--noise", "nan"], "is nan, but must be a number >= 0"),
         (["--devices", "2", "--json", "no/such/folder/x"], "No such file or directory"),
         (["--devices", "2", "--gantt", "no/such/x.html"], "no/such/x.html can't be written"),
         (["--devices", "2", "--delta", "5"], "not heeded by elastic: it is an option of"),
@@ -249,12 +247,11 @@ def test_wrong_arguments_are_refused(
     [
         (["--forward-looking-s", "0"], "`forward_looking_s` is 0.0, but must be a number > 0."),
         (["--objective", "most"], "`objective` is 'most', but must be one of"),
-        (["--published-heuristic"], "goes with --policy equal-split alone"),
         (["--max-trials", "0"], "is 0, but must be a whole number >= 1"),
         (["--mix", "all"], "invalid choice: 'all'"),
         (["--policy", "mip"], "`policy` is 'mip', but nodes that come and go need one that"),
         (
-            ["--policy", "all", "--paradigm", "local"],
+            ["--policy", "baseline", "--paradigm", "local"],
             "`policy` is 'baseline', but nodes that come",
         ),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pty
 import re
@@ -33,7 +34,7 @@ from optuna_fleet.sampler_bridge.records import (
     RunState,
     record_call,
 )
-from optuna_fleet.visualization.snapshot import Condition, Snapshot, UnderWay, expected_end
+from optuna_fleet.visualization.snapshot import Condition, Snapshot, expected_end
 from optuna_fleet.visualization.top import until_interrupt
 from optuna_fleet.visualization.view import duration, printable, ranges, rendered
 
@@ -124,7 +125,7 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     assert [device.device for device in snapshot.idle] == [2]
     wide, plain = snapshot.runs
     assert (wide.for_s, wide.left_s, wide.value) == (10, 10, 0.5)
-    assert (plain.for_s, plain.left_s, plain.value) == (5, None, None)
+    assert (plain.for_s, plain.left_s, plain.value) == (5, math.inf, None)
     assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ({5}, set(), 8)
     assert [trial.number for trial in snapshot.best] == [1]
     assert [(trial.number, snapshot.widths(trial.number)) for trial in snapshot.recent] == [
@@ -216,27 +217,19 @@ def test_a_record_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
 # -- the forecast ---------------------------------------------------------------------------------
 
 
-YOUNG, OLD, OLDER = (UnderWay(spent_s=s, num_devices=1) for s in (5, 20, 50))
-HALF = UnderWay(spent_s=10, num_devices=1, left_s=10)
-WIDE = UnderWay(spent_s=0, num_devices=2)
-
-
 @pytest.mark.parametrize(
     ("under_way", "ended", "more", "end"),
     [
         ([], [10, 30], {"num_to_come": 4}, 100 + 4 * 20 / 2),  # like those that have ended
-        ([YOUNG], [10, 30], {"num_devices": 1}, 100 + 15),  # like those that took longer
-        ([OLD], [10, 30], {"num_devices": 1}, 100 + 10),
-        ([OLDER], [10, 30], {}, 100),
-        ([HALF], [], {}, 110),  # nobody takes longer than its epochs
-        ([HALF], [1000], {}, 110),
-        ([HALF], [], {"num_to_come": 2}, 100 + (10 + 2 * 20) / 2),
-        ([YOUNG], [55], {"num_devices": 10}, 150),  # no sooner than the longest
-        ([WIDE], [10], {"num_to_come": None}, None),
-        ([WIDE], [10], {"num_to_come": None, "deadline": 130}, 135),
-        ([WIDE], [10], {"num_to_come": 1, "deadline": 900}, 110),
-        ([WIDE], [10], {"num_to_come": None, "deadline": 50}, 105),
-        ([YOUNG], [], {"num_to_come": 3}, None),
+        ([(5, math.inf)], [10, 30], {}, 100 + 15 / 2),
+        ([(50, math.inf)], [10, 30], {}, 100),
+        ([(10, 10)], [], {"num_to_come": 2}, 100 + (10 + 2 * 20) / 2),  # its epochs tell
+        ([(10, 10)], [1000], {}, 105),  # nobody takes longer than his epochs
+        ([(5, math.inf)], [], {"num_to_come": 3}, None),
+        ([(0, math.inf)], [10], {"num_to_come": None}, None),
+        ([(0, math.inf)], [10], {"num_to_come": None, "deadline": 130}, 130),
+        ([(0, math.inf)], [10], {"num_to_come": None, "deadline": 50}, 105),
+        ([(0, math.inf)], [10], {"num_to_come": 1, "deadline": 900}, 110),
         ([], [1], {"num_devices": 0}, None),
     ],
 )

@@ -14,13 +14,11 @@ from optuna.trial import TrialState
 
 from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, PIPELINE_KEY, DeviceSpan
+from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, DeviceSpan
 from optuna_fleet.visualization import plot_timeline
 
 START = 1.7e9
-IS_THERE = "node is there"
 PRUNED, FAILED, MOVED, LOST = "pruned", "failed", "checkpointed to move", "devices lost"
-BUSY, STALLED, QUEUE = CURVES = "preprocessors busy", "trials wait for data", "queue of data"
 
 
 def flight(devices, start, end, *, rnd=1, ending="returned"):
@@ -67,28 +65,6 @@ def study():
     )
     add_trial(study, flight([4], 14, 18, ending="raised"), state=TrialState.PRUNED)
     add_trial(study, flight([4], 18, 30, ending="raised"), state=TrialState.FAIL)
-    return study
-
-
-def add_span(study, index, start, end, *, busy=0.5, stalled=0.25, queue=0.75):
-    record = {
-        "start": START + start,
-        "end": START + end,
-        "num_preprocessors": 2.0,
-        "busy": busy,
-        "blocked": 0.125,
-        "stalled": stalled,
-        "queue": queue,
-    }
-    compat.set_study_record(study, PIPELINE_KEY.format(began=START, index=index), record)
-
-
-@pytest.fixture
-def watched(study):
-    """The same with what the pipeline did, first from 10 s to 18 s, then from 20 s to 40 s."""
-    add_span(study, 10, 14, 18, busy=1.0, stalled=0.5, queue=0.0)
-    add_span(study, 9, 10, 14)
-    add_span(study, 11, 20, 40, busy=0.25, stalled=0.0, queue=1.0)
     return study
 
 
@@ -192,25 +168,6 @@ def test_what_is_no_study_is_refused_in_words():
         plot_timeline("sweep")
 
 
-def test_the_figure_draws_the_lane_below_the_devices(watched):
-    figure = plot_timeline(watched)
-    busy, stalled, queue = (one(figure, curve) for curve in CURVES)
-    none, half, top = queue.y[3], stalled.y[7], queue.y[5]
-    assert 2.5 < top < half < none < figure.layout.yaxis.range[0]
-    assert half == pytest.approx((top + none) / 2)
-    assert busy.x[:6] == (0, 0, 4, 4, 0, None)
-    assert busy.y[:6] == (none, half, half, none, none, None)
-    assert queue.x == (0, 4, 4, 8, None, 10, 30)
-    assert queue.y[0] == pytest.approx((top + half) / 2)
-    assert "2.0 preprocessors, busy for 25% of their time" in queue.customdata[-1]
-    assert figure.layout.yaxis.ticktext == ("0", "1", "4", "data")
-
-
-def one(figure, name):
-    (found,) = (trace for trace in figure.data if trace.name == name)
-    return found
-
-
 def test_importing_draws_in_no_heavy_package():
     code = "import sys, optuna_fleet.visualization; print({'torch', 'plotly'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -264,28 +221,7 @@ def test_devices_of_drivers_that_run_at_once_are_told_apart():
 
 def test_rows_are_grouped_by_node_and_say_which(on_nodes):
     figure = plot_timeline(on_nodes)
-    assert figure.layout.yaxis.ticktext == ("a  0", "1", "b  1", "4", "7")
+    assert figure.layout.yaxis.ticktext == ("a  0", "1", "b  1", "4")
     assert "on 4 devices of 2 nodes" in figure.layout.title.text
     assert [line.y0 for line in figure.layout.shapes if line.xref == "paper"] == [1.5]
-    (there,) = [trace for trace in figure.data if trace.name == IS_THERE]
-    shown = sorted(zip(there.y, there.base, there.x, strict=True))
-    assert shown == [
-        (0, 0.0, 30.0),  # without an end: to the last flight's
-        (1, 0.0, 15.0),
-        (2, 16.0, 14.0),
-        (3, 0.0, 12.0),
-        (3, 16.0, 5.0),
-        (4, 0.0, 12.0),  # though no trial was on it
-    ]
     assert any("node: b" in text for trace in figure.data for text in trace.customdata or ())
-
-
-def test_what_a_dead_driver_left_open_ends_where_the_next_call_begins(study):
-    add_stays(study, (0, "a", 10, None), (4, "b", 10, 30), (0, "b", 20, 30))
-    figure = plot_timeline(study)
-    (there,) = [trace for trace in figure.data if trace.name == IS_THERE]
-    assert sorted(zip(there.base, there.x, strict=True)) == [
-        (0.0, 10.0),
-        (0.0, 20.0),
-        (10.0, 10.0),
-    ]

@@ -1,7 +1,7 @@
 """BFTrainer (2021): Figures 1, 5, 7 to 16, Tables 1, 3 and 4.
 
 Replayed on the recorded trace by the published rules: decisions only as nodes come and go, what a
-move costs is charged at the old rate. U is Eq. 17 and 18; see `replay/report.py`.
+move costs is charged at the old rate. U is Eq. 17 and 18; see `replay/scenarios.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import numpy as np
 
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
 from benchmarks.problems import random_problem
-from optuna_fleet.alloc import ElasticAllocator
-from optuna_fleet.policies import Elastic
-from optuna_fleet.replay.progress import Progress
-from optuna_fleet.replay.report import utilisation
-from optuna_fleet.replay.scenarios import TraceScenario, trace_report
-from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
+from optuna_fleet.policies import Elastic, Own
+from optuna_fleet.replay.progress import Outcome, Progress
+from optuna_fleet.replay.scenarios import TraceScenario, trace_report, utilisation
 from optuna_fleet.replay.synthetic import SUMMIT_NODES
 from optuna_fleet.replay.trace import NodeTrace, load_trace, trace_statistics
 from optuna_fleet.replay.trial_files import load_jobs
@@ -186,21 +184,13 @@ def _figure5(num_instances: int) -> Row:
 
 def _until(trace: NodeTrace, end_s: float) -> NodeTrace:
     """Its beginning."""
-    events = int(np.searchsorted(trace.time_s, end_s, side="right"))
-    changes = int(np.searchsorted(trace.event, events))
-    return replace(
-        trace,
-        time_s=trace.time_s[:events],
-        event=trace.event[:changes],
-        node=trace.node[:changes],
-        delta=trace.delta[:changes],
-    )
+    return replace(trace, changes=tuple(c for c in trace.changes if c.time_s <= end_s))
 
 
 def _trace_rows(trace: NodeTrace) -> Iterator[Row]:
     found = trace_statistics(trace)
     idle = found["mean_idle"] / found["nodes"]
-    events = len(trace.time_s) / found["hours"]
+    events = len(trace.changes) / found["hours"]
     for place, what, paper, ours, unit, why in (
         ("2.1", "idle nodes, of 4,608", 407.0, SUMMIT_NODES * idle, "", _ALL_NODES),
         ("Table 1", "idle nodes, of all", 11.1, 100 * idle, "%", _MONTHS),
@@ -217,7 +207,7 @@ def _trace_rows(trace: NodeTrace) -> Iterator[Row]:
         paper="12.5 %; 10.3 %",
         why="their logs weren't published with the paper",
     )
-    leaves = trace.time_s[np.unique(trace.event[trace.delta < 0])]
+    leaves = np.array([change.time_s for change in trace.changes if change.left])
     following = np.searchsorted(leaves, trace.time_s, side="right")
     waits = leaves[following[following < len(leaves)]] - trace.time_s[following < len(leaves)]
     yield Row(
@@ -270,7 +260,13 @@ def _replay_all(data: Data) -> Runs:
     equal, diverse = partial(scenario, trials=data.equal), partial(scenario, trials=data.diverse)
     rates = {trial.name: trial.rates for trial in data.diverse}
     wanted = {
-        "heuristic": equal(policy="equal-split", published_heuristic=True),
+        "heuristic": equal(
+            policy=Own(
+                allocator=EqualSplitAllocator(published=True),
+                paradigm="elastic",
+                moves_within_epochs=True,
+            )
+        ),
         "scaling-efficiency, patient": diverse(
             policy=Elastic(objective="scaling-efficiency", forward_looking_s=600.0)
         ),
@@ -317,7 +313,7 @@ def _replayed(scenario: TraceScenario) -> Replayed:
     windows = [k * _WINDOW_S for k in range(max(1, round(end_s / _WINDOW_S)))]
     in_windows = [_u(scenario, outcome, t, min(t + _WINDOW_S, end_s)) for t in windows]
     trained = sum(progress.samples for progress in outcome.trials.values())
-    present_h = sum(outcome.totals.present_s.values()) / _HOUR_S
+    present_h = sum(outcome.present_s.values()) / _HOUR_S
     return Replayed(
         report=report,
         percent=_u(scenario, outcome, 0.0, end_s),
@@ -339,7 +335,7 @@ def _u(scenario: TraceScenario, outcome: Outcome, begin_s: float, end_s: float) 
     NaN if no node was idle.
     """
     samples: dict[int, float] = defaultdict(float)
-    for span in outcome.totals.spans:
+    for span in outcome.spans:
         within_s = min(span.end_s, end_s) - max(span.start_s, begin_s)
         if within_s > 0:
             samples[span.number] += span.samples * within_s / (span.end_s - span.start_s)

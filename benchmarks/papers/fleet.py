@@ -14,9 +14,8 @@ from pathlib import Path
 
 from benchmarks.ensembles import RESCALE_S, ensemble
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
-from optuna_fleet.replay.report import common_report
-from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.progress import Outcome
+from optuna_fleet.replay.scenarios import EnsembleScenario, common_report
 
 TITLE = "FLEET"
 ABOUT = (
@@ -118,7 +117,7 @@ def _run(policy: str, num_devices: int, seed: int) -> Run:
     return Run(
         seconds=outcome.end_s,
         resting_s=report["idle_s"] + report["waiting_s"],
-        solver_s=sum(outcome.totals.solve_s),
+        solver_s=sum(outcome.solve_s),
         num_rounds=len(flotillas),
         lengths=tuple((p.ended_s or 0.0) - (p.begun_s or 0.0) for p in outcome.trials.values()),
         flotillas=flotillas,
@@ -128,7 +127,7 @@ def _run(policy: str, num_devices: int, seed: int) -> Run:
 def _flotillas(outcome: Outcome) -> tuple[tuple[float, ...], ...]:
     """How long each trial flew in each round."""
     lengths: dict[int, list[float]] = defaultdict(list)
-    for span in outcome.totals.spans:
+    for span in outcome.spans:
         lengths[span.round].append(span.end_s - span.start_s)
     return tuple(tuple(lengths[k]) for k in sorted(lengths))
 

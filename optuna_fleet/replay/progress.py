@@ -1,7 +1,8 @@
-"""The simulated runs: how far each trial is, and when its next epoch ends."""
+"""The simulated runs: how far each trial is, when its next epoch ends, what all came to."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -52,7 +53,6 @@ class SimulatedRun:
     samples_before: float
     waits: bool = False
     version: int = 0
-    flotilla: tuple[int, int] | None = None
     waited_device_s: float = 0.0
 
     def advance(self, now: float) -> None:
@@ -126,29 +126,34 @@ class Span:
 
 
 @dataclass(slots=True, kw_only=True)
-class Totals:
-    """What a simulation adds up.
+class Outcome:
+    """What a simulation came to.
 
     Attributes:
-        busy_s: Seconds each device had a run.
+        end_s: When the last trial ended, or the simulation was stopped.
+        trials: Progress of each trial that was proposed, by number.
+        spans: The runs, by their end.
         present_s: Seconds each device was there.
         waited_s: Device-seconds in which runs held back for slower ones of their flotilla.
         solve_s: Wall time of each decision.
         checked: Traits that each pre-flight check was of.
-        spans: The runs.
     """
 
-    busy_s: dict[int, float] = field(default_factory=dict)
-    present_s: dict[int, float] = field(default_factory=dict)
+    end_s: float = 0.0
+    trials: dict[int, Progress] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    present_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     waited_s: float = 0.0
     solve_s: list[float] = field(default_factory=list)
     checked: list[frozenset[str]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def busy_s(self) -> float:
+        """Device-seconds in which there were runs."""
+        return sum(len(span.devices) * (span.end_s - span.start_s) for span in self.spans)
 
     def add_run(self, flight: SimulatedRun, now: float) -> None:
-        """Takes the run of a flight that ends now."""
-        for device in flight.devices:
-            self.busy_s[device] = self.busy_s.get(device, 0.0) + now - flight.launched_s
+        """A run ends now."""
         self.waited_s += flight.waited_device_s
         self.spans.append(
             Span(
@@ -161,7 +166,3 @@ class Totals:
                 samples=flight.progress.samples - flight.samples_before,
             )
         )
-
-    def add_presence(self, device: int, seconds: float) -> None:
-        """A device was there for that long."""
-        self.present_s[device] = self.present_s.get(device, 0.0) + seconds

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_fleet.arguments import check_number, number_of
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.deciding.trials import PARADIGMS
 from optuna_fleet.policies import POLICIES, Policy
-from optuna_fleet.replay.report import lines, rows, save_gantt
+from optuna_fleet.replay.progress import Outcome
 from optuna_fleet.replay.scenarios import (
     EnsembleScenario,
     TraceScenario,
     simulation_report,
     trace_report,
 )
-from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
 from optuna_fleet.replay.trial_files import MIXES, load_ensemble, load_jobs
 from optuna_fleet.replay.workload import MOST, SimulatedTrial
+from optuna_fleet.visualization.timeline import Bar, Mark, Timeline, figure_of
 
 _SEED = number_of(least=0, most=2**63, whole=True)
 _NODES = number_of(least=1, most=SUMMIT_NODES, whole=True)
@@ -55,18 +53,12 @@ def add_simulate(commands: Any) -> None:
     command.add_argument(
         "--devices-per-node", type=_COUNT, default=4, metavar="N", help="default 4"
     )
-    _add_policies(command, all_are=PARADIGMS)
+    _add_policies(command)
     command.add_argument(
         "--seed",
         type=_SEED,
         default=0,
-        help="of what is drawn: noise, pruned trials",
-    )
-    command.add_argument(
-        "--noise",
-        type=number_of(least=0, most=10),
-        default=0.0,
-        help="how wrong the policy's rates are: standard deviation of their logarithm",
+        help="of what is drawn: which trials are pruned",
     )
     _add_outputs(command, _simulate)
 
@@ -83,22 +75,8 @@ def add_replay(commands: Any) -> None:
         "jobs", type=Path, nargs="?", metavar="JOBS.json", help="default BFTrainer's"
     )
     command.add_argument("--mix", choices=list(MIXES), default="hpo")
-    _add_policies(command, all_are=["elastic"])
+    _add_policies(command)
     command.add_argument("--max-trials", type=_COUNT, default=10, help="trials at once")
-    command.add_argument(
-        "--events",
-        choices=["completions", "nodes-only"],
-        default="completions",
-        help="decide also as trials end, or only as nodes come and go (as published)",
-    )
-    command.add_argument(
-        "--published-heuristic",
-        action="store_true",
-        help="equal-split as in BFTrainer's published simulator, with its flaw",
-    )
-    command.add_argument(
-        "--to-the-end", action="store_true", help="repeat the trace until all trials have ended"
-    )
     _add_outputs(command, _replay)
 
 
@@ -174,7 +152,6 @@ def _simulate(options: argparse.Namespace) -> Simulated:
         devices_per_node=options.devices_per_node,
         policy="baseline",
         seed=options.seed,
-        noise=options.noise,
     )
     baseline = alone.run()
 
@@ -187,8 +164,6 @@ def _simulate(options: argparse.Namespace) -> Simulated:
 
 
 def _replay(options: argparse.Namespace) -> Simulated:
-    if options.published_heuristic and options.policy != ["equal-split"]:
-        raise FleetConfigError("`--published-heuristic` goes with --policy equal-split alone.")
     trace = load_trace(options.trace)
     trials = _with_costs(load_jobs(options.jobs, options.mix), options.rescale_s)
 
@@ -198,9 +173,6 @@ def _replay(options: argparse.Namespace) -> Simulated:
             trials=trials,
             policy=policy,
             max_trials=options.max_trials,
-            events=options.events,
-            published_heuristic=options.published_heuristic,
-            to_the_end=options.to_the_end,
         )
         outcome = run.run()
         return trace_report(run, outcome), outcome
@@ -234,35 +206,99 @@ def _write(path: Path, text: str) -> None:
         raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
 
 
+# -- what is shown -------------------------------------------------------------------------------
+
+
+_COLUMNS = (
+    *("policy", "makespan_s", "ratio_to_bound", "speedup_over_baseline", "utilisation", "trials"),
+    *("rescales", "rounds", "decisions", "waiting_s", "idle_s", "solver_s.total"),
+)
+
+
+def rows(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """A table of policies, line by line: what the reports have of the columns."""
+    titles: list[str] = []
+    for report in reports:
+        cells = dict(_flat(report))
+        if not titles:
+            titles = [title for title in _COLUMNS if title in cells]
+            yield "  ".join(f"{title:<11}" for title in titles)
+        texts = {title: _shown(cells.get(title, "-")) for title in titles}
+        yield "  ".join(f"{text:<{max(11, len(title))}}" for title, text in texts.items())
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The report as aligned lines of text."""
+    return [f"{name:<28} {_shown(value)}" for name, value in _flat(report)]
+
+
+def _flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in report.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def save_gantt(outcome: Outcome, path: Path, name: str) -> None:
+    """Save devices over time, coloured by trial, as a page for a browser.
+
+    Raises:
+        FleetConfigError: The file can't be written, or its name says that it is something else.
+    """
+    if path.suffix != ".html":
+        raise FleetConfigError(f"{path} would be a page for a browser: please name it *.html.")
+    try:
+        figure_of(Timeline(name=name, bars=tuple(_bars(outcome)))).write_html(path)
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
+
+
+def _bars(outcome: Outcome) -> Iterator[Bar]:
+    for span in sorted(outcome.spans, key=lambda span: (span.start_s, span.number)):
+        for device in span.devices:
+            yield Bar(
+                number=span.number,
+                row=("", device),
+                start_s=span.start_s,
+                end_s=span.end_s,
+                round=span.round,
+                mark=None if span.has_returned else Mark.MOVED,
+            )
+
+
 # -- policies -------------------------------------------------------------------------------------
 
 
-_ALL = "all"
 _MOST = 1e9  # of any number; more seconds than this are centuries
 _NOT_HERE = {"moves_within_epochs"}
 """Trials of an ensemble move at the ends of epochs, those of a trace at any time."""
 
 
-def _add_policies(command: argparse.ArgumentParser, *, all_are: Collection[str]) -> None:
-    """`--policy`, as often as is wanted, or `all` of some paradigms; and the options of all."""
-    command.set_defaults(all_are=all_are)
+def _add_policies(command: argparse.ArgumentParser) -> None:
+    """`--policy`, as often as is wanted, and the options of all policies."""
     command.add_argument(
         "--policy",
         action="append",
-        choices=[*POLICIES, _ALL],
-        help="default elastic; given several times, or `all`, a table compares them",
+        choices=list(POLICIES),
+        help="default elastic; given several times, a table compares them",
     )
     group = command.add_argument_group(
         "options of policies",
-        "each is for those of the given policies that have it; --rescale-s is also what moves "
-        "cost, in place of the file's",
+        "each is for those of the given policies that have it, as in `optuna_fleet.policies`; "
+        "--rescale-s is also what moves cost, in place of the file's",
     )
     for name, default in _options().items():
+        whose = f"of {', '.join(_owners(name))}"
         if isinstance(default, bool):
-            group.add_argument(_flag(name), help=_about(name), action="store_const", const=True)
+            group.add_argument(_flag(name), help=whose, action="store_const", const=True)
         else:
             kind = str if isinstance(default, str) else float
-            group.add_argument(_flag(name), help=_about(name), metavar="X", type=kind)
+            group.add_argument(_flag(name), help=whose, metavar="X", type=kind)
 
 
 def _policies_given(options: argparse.Namespace) -> dict[str, Policy]:
@@ -278,17 +314,13 @@ def _policies_given(options: argparse.Namespace) -> dict[str, Policy]:
             check_number(_flag(name), value, least=0, most=_MOST)
     policies = {
         name: POLICIES[name](**{n: given[n] for n in given.keys() & _names(POLICIES[name])})
-        for name in (POLICIES if _ALL in names else names)
+        for name in names
     }
-    if _ALL in names:
-        possible = {n: one for n, one in policies.items() if one.paradigm in options.all_are}
-        policies = possible or policies
     for name in given:
         if not any(_heeds(policy, name) for policy in policies.values()):
-            others = [other for other, kind in POLICIES.items() if name in _names(kind)]
             raise FleetConfigError(
                 f"`{_flag(name)}` is given, but not heeded by {' or '.join(policies)}: "
-                f"{_NEEDS.get(name, 'it is an option of ' + ', '.join(others))}."
+                f"{_NEEDS.get(name, 'it is an option of ' + ', '.join(_owners(name)))}."
             )
     return policies
 
@@ -321,18 +353,13 @@ def _options() -> dict[str, Any]:
     return found
 
 
+def _owners(name: str) -> list[str]:
+    """The policies that have this option."""
+    return [policy for policy, kind in POLICIES.items() if name in _names(kind)]
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _about(name: str) -> str:
-    """What the docstrings of the policies say of it, with the names of those that have it."""
-    owners = [other for other, kind in POLICIES.items() if name in _names(kind)]
-    pattern = re.compile(rf"^ +{name}: (.*?)(?=\n\s*\n|\n +\w+: |\Z)", re.DOTALL | re.MULTILINE)
-    texts = (kind.__doc__ or "" for name in owners for kind in POLICIES[name].__mro__)
-    said = next((match[1] for text in texts if (match := pattern.search(text))), "")
-    whose = "" if len(owners) == len(POLICIES) else f"of {', '.join(owners)}: "
-    return re.sub(r"\s+", " ", whose + said).replace("%", "%%")
 
 
 def _devices(text: str) -> int | dict[str, int]:

@@ -1,4 +1,7 @@
-"""The two simulations of the command line: an ensemble on a fleet, and a workload on a trace."""
+"""What is simulated: an ensemble on a fleet that stays, or a workload on nodes that come and go.
+
+And what came of it, in plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from optuna_fleet.alloc import Allocator, EqualSplitAllocator
+import numpy as np
+
+from optuna_fleet.alloc import Allocator
+from optuna_fleet.alloc.fluid import Rates, fluid_optimum
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES, Policy, policy_of
-from optuna_fleet.replay.report import common_report, lower_bound_s, utilisation
-from optuna_fleet.replay.simulation import Outcome, Simulation
+from optuna_fleet.replay.progress import Outcome, Progress
+from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
 from optuna_fleet.resources import Device, Fleet
@@ -109,8 +115,8 @@ class TraceScenario:
         policy: One that decides at each event: a name of `POLICIES`, or one of them with options.
         max_trials: P_jmax, trials at once, first come first served.
         events: When to decide: also as trials end ("completions"), or only as nodes come and go.
-        published_heuristic: The equal split as published, with its flaw.
-        to_the_end: Go through the trace again until all trials have ended.
+        to_the_end: Go through the trace again until all trials have ended; there is no end where
+            one needs more nodes than are ever idle at once.
     """
 
     trace: NodeTrace
@@ -118,17 +124,14 @@ class TraceScenario:
     policy: str | Policy = "elastic"
     max_trials: int = 10
     events: Literal["completions", "nodes-only"] = "completions"
-    published_heuristic: bool = False
     to_the_end: bool = False
 
     def run(self) -> Outcome:
         """Simulate.
 
         Raises:
-            FleetConfigError: It is to go on to the end, but a trial never has nodes enough; or the
-                policy does not decide at each event.
+            FleetConfigError: The policy does not decide at each event.
         """
-        self._check_end()
         named = policy_of(self.policy)
         if named.paradigm != "elastic":
             raise FleetConfigError(
@@ -137,22 +140,13 @@ class TraceScenario:
             )
         policy = named.rules(max_trials=self.max_trials, lookahead=self.max_trials)
         allocator = named.new_allocator(seed=0)
-        if self.published_heuristic:
-            allocator = EqualSplitAllocator(published=True)
         fleet = self.trace.fleet()
         profiles = believed_profiles(self.trials, fleet.kinds)
         rules = Rules(cost="old rate", seen_at=self.events, coupled=named.is_coupled)
         simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
         until_s = None if self.to_the_end else self.trace.end_s
-        return simulation.run(self.trace.changes(repeats=self.to_the_end), until_s)
-
-    def _check_end(self) -> None:
-        needed, most = max(t.min_devices for t in self.trials), self.trace.most_nodes()
-        if self.to_the_end and needed > most:
-            raise FleetConfigError(
-                f"`to_the_end` is set, but a trial needs {needed} nodes, and never more than "
-                f"{most} are idle at once."
-            )
+        changes = self.trace.repeated() if self.to_the_end else iter(self.trace.changes)
+        return simulation.run(changes, until_s)
 
 
 def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
@@ -161,12 +155,13 @@ def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
     seconds = min(outcome.end_s, run.trace.end_s)
     nodes = run.trace.mean_nodes(seconds)
     events = int((run.trace.time_s <= outcome.end_s).sum())
+    present_s = sum(outcome.present_s.values())
     report = {
         "policy": _name_of(run.policy),
         **common_report(outcome),
         "mean_nodes": nodes,
         "events": events,
-        "idle_share": _idle_share(outcome),
+        "idle_share": 1 - outcome.busy_s / present_s if present_s else 0.0,
         "preempt_samples_per_event": sum(p.preempt_samples for p in trials) / events,
         "rescale_samples_per_event": sum(p.rescale_samples for p in trials) / events,
     }
@@ -175,9 +170,96 @@ def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
     return report
 
 
-def _idle_share(outcome: Outcome) -> float:
-    present = sum(outcome.totals.present_s.values())
-    return 1 - sum(outcome.totals.busy_s.values()) / present if present else 0.0
+def common_report(outcome: Outcome) -> dict[str, Any]:
+    """What every report has.
+
+    Returns:
+        `makespan_s`; `trials` that ended; `rescales`; `rounds`, plans that were carried out;
+        `decisions`; `idle_s` and `waiting_s`, mean seconds per device that was there; `solver_s`
+        (median, p99, max, total), the only wall times.
+    """
+    ended = [p for p in outcome.trials.values() if p.ended_s is not None]
+    devices = max(1, len(outcome.present_s))
+    idle_s, times = sum(outcome.present_s.values()) - outcome.busy_s, outcome.solve_s or [0.0]
+    return {
+        "makespan_s": outcome.end_s,
+        "trials": len(ended),
+        "rescales": sum(p.rescales for p in outcome.trials.values()),
+        "rounds": max((span.round for span in outcome.spans), default=0),
+        "decisions": len(outcome.solve_s),
+        "idle_s": idle_s / devices,
+        "waiting_s": outcome.waited_s / devices,
+        "solver_s": {
+            "median": float(np.median(times)),
+            "p99": float(np.quantile(times, 0.99)),
+            "max": float(np.max(times)),
+            "total": float(np.sum(times)),
+        },
+    }
+
+
+def utilisation(
+    trials: Sequence[Progress], mean_nodes: float, max_trials: int, seconds: float
+) -> float:
+    """U of BFTrainer (section 4.1.2, Eq. 17 and 18): outcome over that of a static machine.
+
+    The static machine has as many nodes as were idle on average, N_eq, shared equally by
+    ``max_trials`` trials; rates between table entries are linear. Each model's samples count as
+    the node-seconds they take there, so unlike models add up.
+
+    Args:
+        trials: Their samples are net of what moves and losses cost.
+        mean_nodes: N_eq.
+        max_trials: Trials at once.
+        seconds: Length of the replay.
+
+    Returns:
+        A share; 1 is as good as the static machine.
+    """
+    share = mean_nodes / max_trials
+    node_s = 0.0
+    for progress in trials:
+        rates = (0.0, *progress.trial.rates)
+        node_s += progress.samples / float(np.interp(share, range(len(rates)), rates)) * share
+    return node_s / (mean_nodes * seconds)
+
+
+def lower_bound_s(trials: Sequence[SimulatedTrial], num_devices: int | Mapping[str, int]) -> float:
+    """No schedule is shorter, however clever: moves are free, and every length is known.
+
+    With several device types each trial trains as fast as on those that suit it best, wherever
+    it is: there the bound is not as sharp.
+
+    Args:
+        trials: At least one.
+        num_devices: Devices of the fleet, or of each device type.
+
+    Returns:
+        Seconds: the fluid optimum of all the work, or the latest a trial can end that starts as it
+        is submitted and flies alone.
+    """
+    num_by_kind = num_devices if isinstance(num_devices, Mapping) else {"": num_devices}
+    total = sum(num_by_kind.values())
+    rates = [_best_rates(t, num_by_kind, total) for t in trials]
+    fluid_s, _ = fluid_optimum(rates, [t.work for t in trials], total)
+    alone = (t.submit_s + t.work / max(own) for t, own in zip(trials, rates, strict=True))
+    return max(fluid_s, *alone)
+
+
+def _best_rates(trial: SimulatedTrial, num_by_kind: Mapping[str, int], total: int) -> Rates:
+    """Of each number of devices, on those of as many that suit it best."""
+    most = total if trial.spans_types else max(num_by_kind.values())
+    widths = range(1, min(most, len(trial.rates)) + 1)
+    return tuple(_best_rate(trial, m, num_by_kind) for m in widths)
+
+
+def _best_rate(trial: SimulatedTrial, m: int, num_by_kind: Mapping[str, int]) -> float:
+    if not trial.spans_types:
+        return max(trial.rates_on(kind)[m - 1] for kind, n in num_by_kind.items() if n >= m)
+    chosen: dict[str, int] = {}
+    for kind in sorted(num_by_kind, key=lambda kind: -trial.rates_on(kind)[m - 1]):
+        chosen[kind] = min(num_by_kind[kind], m - sum(chosen.values()))
+    return trial.rate_on(chosen)
 
 
 def _name_of(policy: str | Policy) -> str:

@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -55,30 +55,15 @@ from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.replay.progress import (
+    Outcome,
     Progress,
     SimulatedRun,
-    Totals,
     capacity,
     charge_loss,
     charge_start,
 )
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.resources import Fleet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a simulation came to.
-
-    Attributes:
-        end_s: When the last trial ended, or the simulation was stopped.
-        trials: Progress of each trial that was proposed, by number.
-        totals: Sums over devices and decisions.
-    """
-
-    end_s: float
-    trials: dict[int, Progress]
-    totals: Totals
 
 
 class Simulation:
@@ -113,7 +98,8 @@ class Simulation:
         self._fastest = made_per_s / (len(fleet) if policy.own_preprocessors else 1)
         self._now = 0.0
         self._next_trial = 0
-        self._progress: dict[int, Progress] = {}
+        self._outcome = Outcome()
+        self._progress = self._outcome.trials
         self._flights: dict[int, SimulatedRun] = {}
         self._events: list[Event] = []
         self._unseen: list[Event] = []
@@ -121,7 +107,6 @@ class Simulation:
         self._order = count()
         self._present: dict[int, float] = {}
         self._flotilla_of: dict[int, tuple[int, int]] = {}
-        self._totals = Totals()
         self._are_checked = any(trial.traits for trial in trials)  # until the first is due
 
     def run(self, changes: Iterator[FleetChange], until_s: float | None = None) -> Outcome:
@@ -151,14 +136,14 @@ class Simulation:
             else:
                 raise RuntimeError("Trials are left, but no device to fly on will ever join.")
             self._work()
-        return self._outcome()
+        return self._ended()
 
     # -- what happens -----------------------------------------------------------------------------
 
     def _change_fleet(self, change: FleetChange) -> None:
         losses = tuple(DeviceGone(device=d) for d in change.left)
         for device in change.left:
-            self._totals.add_presence(device, self._now - self._present.pop(device))
+            self._outcome.present_s[device] += self._now - self._present.pop(device)
         for device in change.joined:
             self._present[device] = self._now
         joins = tuple(DeviceJoined(device=self._devices[d]) for d in change.joined)
@@ -258,7 +243,7 @@ class Simulation:
                 assert_never(instruction)
 
     def _check(self, order: BeginCheck) -> None:
-        self._totals.checked.append(order.traits)
+        self._outcome.checked.append(order.traits)
         ended = CheckEnded(finding=Finding(traits=order.traits, widens=True, moves=True))
         self._tell_at(ended_s := self._now + self._rules.check_s, ended)
         self._await_share(ended_s)
@@ -266,15 +251,15 @@ class Simulation:
     def _await_share(self, after_s: float = 0.0) -> None:
         """Tell when another check is affordable, with as many devices as now."""
         now_s = sum(self._now - joined_s for joined_s in self._present.values())
-        costs_s = [self._rules.check_s] * len(self._totals.checked)
+        costs_s = [self._rules.check_s] * len(self._outcome.checked)
         missing_s = paid_after_s(costs_s, self._rules.check_share) - now_s
-        missing_s -= sum(self._totals.present_s.values())
+        missing_s -= sum(self._outcome.present_s.values())
         missing_s /= max(1, len(self._present))
         self._tell_at(max(after_s, self._now + missing_s), CheckAffordable())
 
     def _plan_for(self, problem: AllocationProblem) -> Plan:
         plan = in_process(self._allocator, CAUTIOUS, problem)
-        self._totals.solve_s.append(plan.solve_time_s)
+        self._outcome.solve_s.append(plan.solve_time_s)
         return plan
 
     def _launch(self, launch: Launch) -> None:
@@ -292,7 +277,6 @@ class Simulation:
             since_s=self._now,
             round=launch.round,
             samples_before=progress.samples,
-            flotilla=self._flotilla_of.get(launch.number),
         )
         charge_start(progress, num_by_kind, self._now, self._rules)
         if progress.begun_s is None:
@@ -303,7 +287,7 @@ class Simulation:
             measured_s = self._now + self._rules.profile_samples / rate
             self._set_timer(measured_s, partial(self._measured, launch.run_id))
         self._go_on(flight)
-        self._couple(flight.flotilla)
+        self._couple(launch.number)
         if launch.probe:
             reached = DataRequested(run_id=launch.run_id, model=progress.trial.model)
             too_few = len(launch.devices) < progress.trial.min_devices
@@ -338,8 +322,8 @@ class Simulation:
         left = [device for device in flight.devices if device in self._present]
         if len(left) < len(flight.devices) and flight.progress.ended_s is None:
             charge_loss(flight.progress, self._num_by_kind(left), self._rules)
-        self._totals.add_run(flight, self._now)
-        self._couple(flight.flotilla)
+        self._outcome.add_run(flight, self._now)
+        self._couple(flight.number)
 
     def _num_by_kind(self, devices: Iterable[int]) -> Mapping[str, int]:
         return Counter(self._devices[device].kind for device in devices)
@@ -350,14 +334,13 @@ class Simulation:
         for k, flotilla in enumerate(instruction.plan.flotillas):
             for assignment in flotilla.assignments:
                 self._flotilla_of[assignment.number] = (instruction.round, k)
-        for flight in self._flights.values():
-            flight.flotilla = self._flotilla_of.get(flight.number, flight.flotilla)
 
-    def _couple(self, flotilla: tuple[int, int] | None) -> None:
-        """Lets the members of a flotilla advance alike, if they share a ring."""
-        if not self._rules.coupled or flotilla is None:
+    def _couple(self, number: int) -> None:
+        """Lets the members of a trial's flotilla advance alike, if they share a ring."""
+        if not self._rules.coupled or (flotilla := self._flotilla_of.get(number)) is None:
             return
-        members = [f for f in self._flights.values() if f.flotilla == flotilla]
+        flying = self._flights.values()
+        members = [f for f in flying if self._flotilla_of.get(f.number) == flotilla]
         pace = min([self._fastest, *(f.rate for f in members)])
         for flight in members:
             if flight.pace != pace:
@@ -373,13 +356,14 @@ class Simulation:
     def _set_timer(self, time_s: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time_s, next(self._order), happen))
 
-    def _outcome(self) -> Outcome:
+    def _ended(self) -> Outcome:
         for flight in self._flights.values():
             flight.advance(self._now)
-            self._totals.add_run(flight, self._now)
+            self._outcome.add_run(flight, self._now)
         for device, joined_s in self._present.items():
-            self._totals.add_presence(device, self._now - joined_s)
-        return Outcome(end_s=self._now, trials=self._progress, totals=self._totals)
+            self._outcome.present_s[device] += self._now - joined_s
+        self._outcome.end_s = self._now
+        return self._outcome
 
 
 def _end_of_epoch(flight: SimulatedRun) -> tuple[Event, ...]:

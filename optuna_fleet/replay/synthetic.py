@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from optuna_fleet.replay.trace import NodeTrace
+from optuna_fleet.replay.trace import NodeTrace, trace_of
 
 SUMMIT_NODES = 4608
 """Section 2.1."""
@@ -63,13 +63,13 @@ def synthetic_trace(seed: int, *, num_nodes: int = 1024, hours: float = 168.0) -
     order = np.argsort(sample, kind="stable")
     order = order[(sample[order] > _WARM_UP) & (sample[order] <= last)]
     samples = np.unique(np.append(sample[order], [_WARM_UP, last]))
-    return NodeTrace(
+    return trace_of(
         time_s=(samples - _WARM_UP) * 3600 / _SAMPLES_PER_H,
         initial_idle=initial,
-        event=np.searchsorted(samples, sample[order]),
-        node=node[order],
-        delta=delta[order],
-        names=tuple(f"node{k:04d}" for k in range(num_nodes)),
+        change_event=np.searchsorted(samples, sample[order]),
+        change_node=node[order],
+        change_delta=delta[order],
+        node_name=[f"node{k:04d}" for k in range(num_nodes)],
     )
 
 

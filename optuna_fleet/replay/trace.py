@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.files import replacing
@@ -22,26 +22,23 @@ class NodeTrace:
     """Which nodes were idle when.
 
     Attributes:
-        time_s: [E] moments at which nodes come or go, seconds from the start, rising; the first
-            is the start. Nothing need happen at the last, the end.
-        initial_idle: [N] whether the node is idle at the start.
-        event: [C] moment of each change, an index into `time_s`, not falling.
-        node: [C] node that changes.
-        delta: [C] +1 where it becomes idle, -1 where it is taken.
-        names: [N] node names in ascending order, which lists rack after rack.
+        names: Of the nodes; ascending ones list rack after rack.
+        changes: Who became idle ("joined"), or was taken ("left"), as places in `names`; by time.
+            The first is the start. Nothing need happen at the last, the end.
     """
 
-    time_s: NDArray[np.float64]
-    initial_idle: NDArray[np.bool_]
-    event: NDArray[np.int64]
-    node: NDArray[np.int64]
-    delta: NDArray[np.int64]
     names: tuple[str, ...]
+    changes: tuple[FleetChange, ...]
 
     @property
     def end_s(self) -> float:
         """Last moment of the trace."""
-        return float(self.time_s[-1])
+        return self.changes[-1].time_s
+
+    @property
+    def time_s(self) -> NDArray[np.float64]:
+        """The moments of all changes, seconds from the start."""
+        return np.array([change.time_s for change in self.changes])
 
     def fleet(self) -> Fleet:
         """One device per node; neighbours in a rack are neighbours in the fleet."""
@@ -53,54 +50,46 @@ class NodeTrace:
         """N_eq of BFTrainer's Eq. 17-18: node-seconds up to `until_s` over those seconds."""
         ends = np.append(self.time_s[1:], until_s).clip(max=until_s)
         lasted = (ends - self.time_s.clip(max=until_s)).clip(min=0.0)
-        return float((self._num_idle() * lasted).sum() / until_s)
+        return float((self.num_idle() * lasted).sum() / until_s)
 
-    def most_nodes(self) -> int:
-        """Most nodes that are idle at once."""
-        return int(self._num_idle().max())
+    def num_idle(self) -> NDArray[np.int64]:
+        """How many nodes are idle from each change on."""
+        return np.cumsum([len(change.joined) - len(change.left) for change in self.changes])
 
-    def _num_idle(self) -> NDArray[np.int64]:
-        """[E] nodes that are idle from each moment on."""
-        steps = np.zeros(len(self.time_s), dtype=np.int64)
-        np.add.at(steps, self.event, self.delta)
-        idle: NDArray[np.int64] = self.initial_idle.sum() + np.cumsum(steps)
+    def idle_at_end(self) -> set[int]:
+        """Who is idle then."""
+        idle: set[int] = set()
+        for change in self.changes:
+            idle = (idle | {*change.joined}) - {*change.left}
         return idle
 
-    def changes(self, *, repeats: bool = False) -> Iterator[FleetChange]:
-        """The trace as changes of a fleet, in order; again and again if it `repeats`."""
-        bounds = np.searchsorted(self.event, np.arange(len(self.time_s) + 1))
-        idle = np.zeros(len(self.names), dtype=bool)
-        offset_s = 0.0
+    def repeated(self) -> Iterator[FleetChange]:
+        """The changes again and again, without an end."""
+        yield from self.changes
+        first, *later = self.changes
+        at_first, at_last = {*first.joined}, self.idle_at_end()
+        joined, left = sorted(at_first - at_last), sorted(at_last - at_first)
+        again = replace(first, joined=tuple(joined), left=tuple(left))
+        lasts_s = offset_s = self.end_s + float(np.diff(self.time_s).mean())
         while True:
-            for e, time_s in enumerate(self.time_s.tolist()):
-                before = idle.copy()
-                if e == 0:
-                    idle = self.initial_idle.copy()
-                rows = slice(bounds[e], bounds[e + 1])
-                idle[self.node[rows]] = self.delta[rows] > 0
-                yield FleetChange(
-                    time_s=offset_s + time_s,
-                    joined=tuple(np.flatnonzero(idle & ~before).tolist()),
-                    left=tuple(np.flatnonzero(before & ~idle).tolist()),
-                )
-            if not repeats:
-                return
-            offset_s += self.end_s + float(np.diff(self.time_s).mean())
+            for change in (again, *later):
+                yield replace(change, time_s=offset_s + change.time_s)
+            offset_s += lasts_s
 
 
 def trace_statistics(trace: NodeTrace) -> dict[str, float]:
     """What BFTrainer's section 2.1 says of idle nodes; spells are cut at start and end."""
-    hours = (trace.end_s - float(trace.time_s[0])) / 3600
+    first, *later = trace.changes
+    hours = (trace.end_s - first.time_s) / 3600
     spells = _spells_s(trace)
     is_short = spells < 600
-    moments = {way: len(np.unique(trace.event[trace.delta == way])) for way in (1, -1)}
     return {
         "nodes": len(trace.names),
         "hours": hours,
         "mean_idle": float(spells.sum()) / 3600 / hours,
-        "most_idle": trace.most_nodes(),
-        "joins_per_h": moments[1] / hours,
-        "leaves_per_h": moments[-1] / hours,
+        "most_idle": int(trace.num_idle().max()),
+        "joins_per_h": sum(bool(change.joined) for change in later) / hours,
+        "leaves_per_h": sum(bool(change.left) for change in later) / hours,
         "under_10_min": float(is_short.mean()) if len(spells) else 0.0,
         "time_under_10_min": float(spells[is_short].sum() / spells.sum()) if len(spells) else 0.0,
     }
@@ -108,14 +97,15 @@ def trace_statistics(trace: NodeTrace) -> dict[str, float]:
 
 def _spells_s(trace: NodeTrace) -> NDArray[np.float64]:
     """How long nodes were idle, each time."""
-    start_s = np.where(trace.initial_idle, trace.time_s[0], np.nan)
-    spells = []
-    changes = (trace.time_s[trace.event], trace.node, trace.delta)
-    for time_s, node, delta in zip(*(array.tolist() for array in changes), strict=True):
-        if delta < 0:
-            spells.append(time_s - start_s[node])
-        start_s[node] = time_s if delta > 0 else np.nan
-    return np.append(spells, trace.end_s - start_s[~np.isnan(start_s)])
+    since: dict[int, float] = {}
+    spells: list[float] = []
+    for change in trace.changes:
+        spells += [change.time_s - since.pop(node) for node in change.left]
+        since |= dict.fromkeys(change.joined, change.time_s)
+    return np.array([*spells, *(trace.end_s - start_s for start_s in since.values())])
+
+
+# -- files ----------------------------------------------------------------------------------------
 
 
 def save_trace(trace: NodeTrace, path: Path, **more: Any) -> None:
@@ -124,12 +114,19 @@ def save_trace(trace: NodeTrace, path: Path, **more: Any) -> None:
     Raises:
         FleetConfigError: It can't be written; what was there is as it was.
     """
+    rows = [
+        (event, node, delta)
+        for event, change in enumerate(trace.changes[1:], 1)
+        for nodes, delta in ((change.left, -1), (change.joined, 1))
+        for node in nodes
+    ]
+    event, node, delta = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     arrays: dict[str, Any] = {
         "time_s": trace.time_s,
-        "initial_idle": trace.initial_idle,
-        "change_event": trace.event,
-        "change_node": trace.node,
-        "change_delta": trace.delta,
+        "initial_idle": np.isin(np.arange(len(trace.names)), trace.changes[0].joined),
+        "change_event": event,
+        "change_node": node,
+        "change_delta": delta,
         "node_name": np.array(trace.names, dtype=np.str_),
     }
     try:
@@ -140,43 +137,73 @@ def save_trace(trace: NodeTrace, path: Path, **more: Any) -> None:
 
 
 def load_trace(path: Path) -> NodeTrace:
-    """A trace from a NumPy archive with the arrays of :class:`NodeTrace`.
-
-    They are named `time_s`, `initial_idle`, `change_event`, `change_node`, `change_delta` and
-    `node_name`.
+    """A trace from a NumPy archive with the arrays that :func:`trace_of` takes.
 
     Raises:
         FleetConfigError: The file can't be read, or an array is missing or wrong.
     """
     arrays = _arrays(path)
     try:
-        trace = NodeTrace(
-            time_s=arrays["time_s"].astype(np.float64),
-            initial_idle=arrays["initial_idle"].astype(bool),
-            event=arrays["change_event"].astype(np.int64),
-            node=arrays["change_node"].astype(np.int64),
-            delta=arrays["change_delta"].astype(np.int64),
-            names=tuple(map(str, arrays["node_name"])),
-        )
-        broken = next((rule for rule, holds in _RULES.items() if not holds(trace)), "")
+        return trace_of(**arrays)
     except ValueError as error:
-        broken = str(error)
-    if broken:
-        raise FleetConfigError(f"{path} is no trace: {broken}.")
-    return by_name(trace)
+        raise FleetConfigError(f"{path} is no trace: {error}.") from error
 
 
-def by_name(trace: NodeTrace) -> NodeTrace:
-    """The same with its names in ascending order."""
-    order = np.argsort(trace.names, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return replace(
-        trace,
-        initial_idle=trace.initial_idle[order],
-        node=rank[trace.node],
-        names=tuple(trace.names[i] for i in order),
+def trace_of(
+    *,
+    time_s: ArrayLike,
+    initial_idle: ArrayLike,
+    change_event: ArrayLike,
+    change_node: ArrayLike,
+    change_delta: ArrayLike,
+    node_name: ArrayLike,
+) -> NodeTrace:
+    """A trace from arrays of E moments, N nodes and C changes; nodes are put in order of names.
+
+    Args:
+        time_s: [E] moments at which nodes come or go, seconds from the start, rising.
+        initial_idle: [N] whether the node is idle at the start.
+        change_event: [C] moment of each change, an index into `time_s`, not falling.
+        change_node: [C] node that changes.
+        change_delta: [C] +1 where it becomes idle, -1 where it is taken.
+        node_name: [N] names of the nodes.
+
+    Raises:
+        ValueError: They are not such.
+    """
+    moments, idle = np.asarray(time_s, np.float64), np.asarray(initial_idle, np.bool_)
+    event, node, delta = (
+        np.asarray(each).astype(np.int64) for each in (change_event, change_node, change_delta)
     )
+    names = [str(name) for name in np.asarray(node_name)]
+    are_moments = len(moments) > 1 and np.isfinite(moments).all() and moments[0] >= 0
+    if not (are_moments and (np.diff(moments) > 0).all()):
+        raise ValueError("`time_s` must have at least 2 entries, rising from 0 or more")
+    if not (len(idle) == len(names) and len(event) == len(node) == len(delta)):
+        raise ValueError(
+            "`initial_idle` must have an entry for each node, all arrays of changes as many"
+        )
+    if (np.diff(event) < 0).any() or not _within(event, len(moments)):
+        raise ValueError("`change_event` must not fall, and count the entries of `time_s` from 0")
+    if not _within(node, len(names)):
+        raise ValueError("`change_node` must count the nodes from 0")
+    order = np.argsort(names, kind="stable")
+    place = np.argsort(order)[node].tolist()
+    rows = list(zip(place, delta.tolist(), strict=True))
+    bounds = np.searchsorted(event, np.arange(len(moments) + 1)).tolist()
+    now, changes = {*np.flatnonzero(idle[order]).tolist()}, []
+    before: set[int] = set()
+    for e, moment_s in enumerate(moments.tolist()):
+        for n, sign in rows[bounds[e] : bounds[e + 1]]:
+            if sign != (-1 if n in now else 1):
+                raise ValueError(
+                    "`change_delta` must be +1, -1 in turn for each node, as `initial_idle` begins"
+                )
+            now ^= {n}
+        joined, left = tuple(sorted(now - before)), tuple(sorted(before - now))
+        changes.append(FleetChange(time_s=moment_s, joined=joined, left=left))
+        before = set(now)
+    return NodeTrace(names=tuple(names[i] for i in order), changes=tuple(changes))
 
 
 _ARRAYS = (
@@ -199,36 +226,8 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _alternates(trace: NodeTrace) -> bool:
-    """Whether each node is taken and becomes idle in turn."""
-    order = np.argsort(trace.node, kind="stable")
-    node, delta = trace.node[order], trace.delta[order]
-    first = np.append(True, node[1:] != node[:-1])
-    before = np.where(first, trace.initial_idle[node] * 2 - 1, np.roll(delta, 1))
-    return bool((delta == -before).all())
-
-
 def _within(values: NDArray[np.int64], length: int) -> bool:
     return bool(((values >= 0) & (values < length)).all())
-
-
-# Each can rely on those before it.
-_RULES: dict[str, Callable[[NodeTrace], object]] = {
-    "`time_s` must have at least 2 entries, rising from 0 or more": lambda t: (
-        len(t.time_s) > 1
-        and t.time_s[0] >= 0
-        and np.isfinite(t.time_s).all()
-        and (np.diff(t.time_s) > 0).all()
-    ),
-    "`initial_idle` must have an entry for each node, all arrays of changes as many": lambda t: (
-        len(t.initial_idle) == len(t.names) and len(t.event) == len(t.node) == len(t.delta)
-    ),
-    "`change_event` must not fall, and count the entries of `time_s` from 0": lambda t: (
-        (np.diff(t.event) >= 0).all() and _within(t.event, len(t.time_s))
-    ),
-    "`change_node` must count the nodes from 0": lambda t: _within(t.node, len(t.names)),
-    "`change_delta` must be +1, -1 in turn for each node, as `initial_idle` begins": _alternates,
-}
 
 
 # -- recorded from Slurm --------------------------------------------------------------------------
@@ -264,7 +263,8 @@ class Recording:
     """A trace that goes on.
 
     Attributes:
-        trace: So far; a file's from its second sample on.
+        trace: So far, with nodes in the order in which they were seen first; a file's from its
+            second sample on.
         start: Its start, in seconds since the epoch.
         partition: Whose nodes they are; "" for all.
     """
@@ -276,41 +276,25 @@ class Recording:
     @classmethod
     def begun(cls, idle: Mapping[str, bool], start: float, partition: str) -> Recording:
         """With its first sample."""
-        names = tuple(sorted(idle))
-        none = np.zeros(0, dtype=np.int64)
-        trace = NodeTrace(
-            time_s=np.zeros(1),
-            initial_idle=np.array([idle[name] for name in names], dtype=bool),
-            event=none,
-            node=none,
-            delta=none,
-            names=names,
-        )
-        return cls(trace=trace, start=start, partition=partition)
+        nothing = NodeTrace(names=(), changes=())
+        none = cls(trace=nothing, start=start, partition=partition)
+        return none.sampled(idle, 0.0)
 
     @property
     def is_trace(self) -> bool:
         """Whether there are two samples."""
-        return len(self.trace.time_s) > 1
+        return len(self.trace.changes) > 1
 
     def sampled(self, idle: Mapping[str, bool], time_s: float) -> Recording:
         """With one more sample, so many seconds after the start; nodes not listed aren't idle."""
-        trace = _with_nodes(self.trace, sorted(idle.keys() - set(self.trace.names)))
-        last = len(trace.time_s) - 1
-        if last and not (trace.event == last).any():  # was only the end
-            trace = replace(trace, time_s=trace.time_s[:-1])
-        now = trace.initial_idle.astype(np.int64)
-        np.add.at(now, trace.node, trace.delta)
-        delta = np.array([idle.get(name, False) for name in trace.names], dtype=np.int64) - now
-        nodes = np.flatnonzero(delta)
-        trace = replace(
-            trace,
-            time_s=np.append(trace.time_s, time_s),
-            event=np.append(trace.event, np.full(len(nodes), len(trace.time_s))),
-            node=np.append(trace.node, nodes),
-            delta=np.append(trace.delta, delta[nodes]),
-        )
-        return replace(self, trace=trace)
+        names = (*self.trace.names, *sorted(idle.keys() - {*self.trace.names}))
+        now, before = {n for n, x in enumerate(names) if idle.get(x)}, self.trace.idle_at_end()
+        joined, left = tuple(sorted(now - before)), tuple(sorted(before - now))
+        changes = self.trace.changes
+        if self.is_trace and not (changes[-1].joined or changes[-1].left):  # was only the end
+            changes = changes[:-1]
+        changes = (*changes, FleetChange(time_s=time_s, joined=joined, left=left))
+        return replace(self, trace=NodeTrace(names=names, changes=changes))
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
@@ -334,12 +318,6 @@ class Recording:
                 "another file."
             )
         return cls(trace=trace, start=float(arrays["start"]), partition=partition)
-
-
-def _with_nodes(trace: NodeTrace, names: list[str]) -> NodeTrace:
-    """The same with further nodes, which were not idle."""
-    initial = np.append(trace.initial_idle, np.zeros(len(names), dtype=bool))
-    return by_name(replace(trace, initial_idle=initial, names=(*trace.names, *names)))
 
 
 def _named(partition: str) -> str:

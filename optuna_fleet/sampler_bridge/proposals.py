@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import optuna
@@ -248,3 +249,20 @@ class _Heartbeats:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
+
+
+class BackgroundSampler:
+    """Samples for one trial at a time; to Optuna it is one of the threads of ``n_jobs=2``."""
+
+    def __init__(self, study: optuna.Study) -> None:
+        self._study = study
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="optuna-fleet-sampler")
+
+    def sample(self, trial: optuna.Trial) -> Future[None]:
+        """Let the study's sampler propose the parameters of `trial`."""
+        return self._pool.submit(compat.sample, self._study, trial)
+
+    def close(self) -> None:
+        """End the thread, once the sampler has answered."""
+        self._pool.submit(compat.storage_of(self._study).remove_session)
+        self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""What is recorded with a study: where its trials ran, plans, devices, how a call is going."""
+"""What is recorded with a study: where its trials ran, its devices, how a call is going."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from optuna_fleet.sampler_bridge.patience import Patience
 
 FLIGHTS_PREFIX = "optuna_fleet:flights:"
 FLIGHTS_KEY = FLIGHTS_PREFIX + "{began:.3f}:{index}"
-DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
-PIPELINE_PREFIX = "optuna_fleet:pipeline:"
-PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
 CALL_PREFIX = "optuna_fleet:call:"
 CALL_KEY = CALL_PREFIX + "{began:.3f}"
 DEVICES_PREFIX = "optuna_fleet:devices:"
@@ -43,56 +40,6 @@ class Flight:
     profiling_s: float
     data_wait_s: float
     began_anew: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One allocation, as recorded with the study and in the summary.
-
-    Attributes:
-        time: When it was made, seconds since the epoch.
-        round: Its number within the call, from 1.
-        moves: Number of trials that it moved.
-        allocator: Who made it.
-        reason: Why, in words.
-        solver: Who solved it; empty if nobody had to.
-        status: How that ended.
-        gap: The solver's relative gap; None if it gave none.
-        solve_time_s: What it took.
-    """
-
-    time: float
-    round: int
-    moves: int
-    allocator: str
-    reason: str
-    status: str
-    gap: float | None
-    solve_time_s: float
-    solver: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSpan:
-    """What the shared pipeline did for some time, as recorded with the study.
-
-    Attributes:
-        start: When it began, seconds since the epoch.
-        end: When it ended.
-        num_preprocessors: Mean number of preprocessors.
-        busy: Share of their time at work.
-        blocked: Share of their time idle for want of memory.
-        stalled: Share of the readers' time that they waited for data.
-        queue: How full the readers' queues were, from 0 to 1.
-    """
-
-    start: float
-    end: float
-    num_preprocessors: float
-    busy: float
-    blocked: float
-    stalled: float
-    queue: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +164,6 @@ class Records:
         self._began = began
         self._flights: list[dict[str, Any]] = []
         self._num_flight_records = 0
-        self._num_spans = 0
 
     def flight(self, number: int, flight: Flight) -> None:
         """Where and when a trial ran.
@@ -231,20 +177,11 @@ class Records:
             self._flights = []
             self._num_flight_records += 1
 
-    def decision(self, decision: Decision) -> None:
-        """An allocation; a record each, so that long sweeps stay cheap."""
-        self._write(DECISION_KEY, asdict(decision), round=decision.round)
-
     def devices(self, spans: Sequence[DeviceSpan], changed: Iterable[int]) -> None:
         """When devices were there, as far as that has changed; a few to a record."""
         for index in sorted({position // _PER_RECORD for position in changed}):
             few = spans[index * _PER_RECORD : (index + 1) * _PER_RECORD]
             self._write(DEVICES_KEY, [asdict(span) for span in few], index=index)
-
-    def pipeline_span(self, span: PipelineSpan) -> None:
-        """What the pipeline did; a record each too."""
-        self._write(PIPELINE_KEY, asdict(span), index=self._num_spans)
-        self._num_spans += 1
 
     def _write(self, key: str, record: Any, **numbers: int) -> None:
         whole = key.format(began=self._began, **numbers)

@@ -1,9 +1,9 @@
 """Pictures of what a fleet did, drawn from what the study stored.
 
-`timeline` reads a study's records, `figure` draws them with plotly. `top` shows a sweep as it is
-now: a `snapshot` of its study, in the `view` of a terminal.
+`timeline` draws who was where and when, with plotly. `top` shows a sweep as it is now, in a
+terminal: a `view` of a `snapshot` of its study.
 """
 
-from optuna_fleet.visualization.figure import plot_timeline
+from optuna_fleet.visualization.timeline import plot_timeline
 
 __all__ = ["plot_timeline"]

@@ -54,68 +54,44 @@ class Run:
         return values[max(values)] if values else None
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds that its other epochs take; None if that is not known."""
+    def left_s(self) -> float:
+        """Seconds that its other epochs take; infinity if that is not known."""
         if self.state.max_epochs is None or self.state.epoch_s is None:
-            return None
+            return math.inf
         return self.state.epoch_s * max(0, self.state.max_epochs - self.state.epochs_done)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderWay:
-    """A trial that is on devices, for a forecast.
-
-    Attributes:
-        spent_s: Device seconds that it has had.
-        num_devices: How many it is on.
-        left_s: Device seconds that its other epochs take, as far as is known; it may be pruned.
-    """
-
-    spent_s: float
-    num_devices: int
-    left_s: float | None = None
 
 
 def expected_end(
     now: float,
     *,
     ended: Sequence[float],
-    under_way: Sequence[UnderWay],
+    under_way: Sequence[tuple[float, float]],
     num_to_come: int | None,
     num_devices: int,
     deadline: float | None = None,
 ) -> float | None:
-    """When all trials will be done, as far as they tell; None where nothing does.
+    """When all trials will be done, if each takes as long as the mean; None where nothing tells.
 
     Args:
         now: In any seconds.
         ended: Device seconds that each trial took that has ended, be it pruned.
-        under_way: Those that are on devices.
+        under_way: Of each trial that has not, the device seconds that it has had, and those that
+            its other epochs take: infinity if that is not known.
         num_to_come: Further trials; None for as many as there is time for.
         num_devices: Devices that are there.
         deadline: When no further trial is begun, in the same seconds; None if nobody says.
     """
-    known = [*ended] or [one.spent_s + one.left_s for one in under_way if one.left_s is not None]
-    if not known or not num_devices or (num_to_come is None and deadline is None):
+    known = [*ended] or [spent_s + left_s for spent_s, left_s in under_way if left_s < math.inf]
+    if not known or not num_devices:
         return None
-    left = [_left_s(one, ended) for one in under_way]
-    last = max((s / one.num_devices for s, one in zip(left, under_way, strict=True)), default=0.0)
+    mean_s = statistics.mean(known)
+    work_s = sum(min(max(0.0, mean_s - spent_s), left_s) for spent_s, left_s in under_way)
     ends = []
     if num_to_come is not None:
-        work_s = sum(left) + num_to_come * statistics.mean(known)
-        ends.append(now + max(work_s / num_devices, last))
-    if deadline is not None:  # who was begun before it is not cut short
-        ends.append(max(now, deadline) + last)
-    return min(ends)
-
-
-def _left_s(one: UnderWay, ended: Sequence[float]) -> float:
-    """Device seconds that a trial will still take: like those that took longer, or to its end."""
-    most_s = math.inf if one.left_s is None else one.left_s
-    longer = [min(s - one.spent_s, most_s) for s in ended if s > one.spent_s]
-    if longer:
-        return statistics.mean(longer)
-    return 0.0 if one.left_s is None else one.left_s
+        ends.append(now + (work_s + num_to_come * mean_s) / num_devices)
+    if deadline is not None:
+        ends.append(max(now + work_s / num_devices, deadline))
+    return min(ends, default=None)
 
 
 class Snapshot:
@@ -199,16 +175,10 @@ class Snapshot:
         if self.condition is not Condition.RUNNING:
             return None
         deadlines = [c.began + c.timeout for c in self._calls if c.timeout is not None]
-        under_way = [UnderWay(spent_s=self._spent_s(n), num_devices=1) for n in self.waiting]
+        under_way = [(self._spent_s(n), math.inf) for n in self.waiting]
         for run in self.runs:
-            width, left_s = len(run.devices), run.left_s
-            under_way.append(
-                UnderWay(
-                    spent_s=self._spent_s(run.state.trial) + run.for_s * width,
-                    num_devices=width,
-                    left_s=None if left_s is None else left_s * width,
-                )
-            )
+            spent_s = self._spent_s(run.state.trial) + run.for_s * len(run.devices)
+            under_way.append((spent_s, run.left_s * len(run.devices)))
         ended = [n for n, t in self.trials.items() if t.state.is_finished() and n in self._flights]
         return expected_end(
             self.time,

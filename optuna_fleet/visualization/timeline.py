@@ -1,13 +1,13 @@
-"""What a timeline shows: which trial was on which device when, from a study's records."""
+"""Which trial was on which device when: read from a study's records, drawn with plotly."""
 
 from __future__ import annotations
 
 import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -15,14 +15,10 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.records import (
-    DEVICES_PREFIX,
-    PIPELINE_PREFIX,
-    DeviceSpan,
-    PipelineSpan,
-    device_spans_of,
-    flights_of,
-)
+from optuna_fleet.sampler_bridge.records import DEVICES_PREFIX, flights_of
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 Row = tuple[str, int]
 """A device's node, "" where there is only one, and its number."""
@@ -58,34 +54,21 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """A device was there, from and to these seconds since the study's first flight."""
-
-    row: Row
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """What is drawn.
 
     Attributes:
         name: The study's.
         bars: One per flight and device, by start.
-        stays: When devices of several nodes were there; none if all were on one node.
-        spans: What the shared pipeline did, by start, in seconds since the first flight.
     """
 
     name: str
     bars: tuple[Bar, ...]
-    stays: tuple[Stay, ...] = ()
-    spans: tuple[PipelineSpan, ...] = ()
 
     @property
     def rows(self) -> list[Row]:
         """The devices from the top: node by node."""
-        distinct = {bar.row for bar in self.bars} | {stay.row for stay in self.stays}
+        distinct = {bar.row for bar in self.bars}
         first: dict[str, int] = {}
         for node, device in distinct:
             first[node] = min(device, first.get(node, device))
@@ -132,8 +115,7 @@ def timeline_of(study: optuna.Study) -> Timeline:
         message = "Your study does not have any flights: no trial ran on a fleet."
         compat.fleet_logger.warning(message)
     bars.sort(key=lambda bar: (bar.start_s, bar.number, bar.row[1]))
-    shown = Timeline(name=study.study_name, bars=tuple(bars), spans=tuple(_spans(study, zero)))
-    return replace(shown, stays=tuple(_stays(device_spans_of(study), zero, shown.duration_s)))
+    return Timeline(name=study.study_name, bars=tuple(bars))
 
 
 class _Nodes:
@@ -204,26 +186,190 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _stays(recorded: Sequence[DeviceSpan], zero: float, last_s: float) -> Iterator[Stay]:
-    """What has no end ends where there is other news of the device, or with the last flight."""
-    if len({span.node for span in recorded}) < 2:
-        return
-    by_device: dict[int, list[DeviceSpan]] = defaultdict(list)
-    for span in recorded:
-        by_device[span.device].append(span)
-    for spans in by_device.values():
-        nexts = [*(span.start for span in spans[1:]), zero + last_s]
-        for span, following in zip(spans, nexts, strict=True):
-            end = following if span.end is None else span.end
-            start_s, end_s = max(0.0, span.start - zero), min(end - zero, last_s)
-            if end_s > start_s:
-                yield Stay(row=(span.node, span.device), start_s=start_s, end_s=end_s)
+# -- the picture ----------------------------------------------------------------------------------
+
+_INK, _GREY, _ALERT = "#222222", "#C8C8C8", "#B2182B"
+_NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
+_BAR_HEIGHT = 0.84  # of a row
+_LONGEST_NAME = 24
+_MOST_LEGEND_ENTRIES = 20
+_FIRST = 1  # legend rank: the marks come before the trials
+_SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
+_HATCH = {
+    "fgcolor": _INK,
+    "fgopacity": 0.5,
+    "fillmode": "overlay",
+    "solidity": 0.12,
+    "size": 9,
+}
+_LINE = {"type": "line", "layer": "below"}
+
+# Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
+# text is readable on each. Neighbours, which often run at the same time, differ most.
+_COLOURS = (
+    *("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#99DDFF", "#BBCC33"),
+    *("#6390BD", "#CF7252", "#CDBB60", "#379C80", "#DD8A9C", "#7ABFE0", "#9BAA22"),
+)
 
 
-def _spans(study: optuna.Study, zero: float) -> list[PipelineSpan]:
-    records = compat.study_records(study, PIPELINE_PREFIX).values()
-    moved = (
-        replace(span, start=max(0.0, span.start - zero), end=max(0.0, span.end - zero))
-        for span in (PipelineSpan(**record) for record in records)
-    )
-    return sorted(moved, key=lambda span: span.start)
+def colour_of(number: int) -> str:
+    """The colour of a trial, the same in every picture."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def plot_timeline(study: optuna.Study) -> go.Figure:
+    """Plot which trial was on which device when.
+
+    Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
+    have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
+    Where there are several nodes, the rows are grouped by them.
+    Who points at a flight is told how long it waited for data.
+
+    Args:
+        study: A study whose trials ran on a fleet.
+
+    Returns:
+        A figure with one row per device; an empty one, with a note, if no trial ran on a fleet.
+        Its `write_html` makes a file for a browser; `write_image` needs plotly's kaleido.
+    """
+    return figure_of(timeline_of(study))
+
+
+def figure_of(timeline: Timeline) -> go.Figure:
+    """Draw it; see `plot_timeline`."""
+    import plotly.graph_objects as go
+
+    if not timeline.bars:
+        note = {"text": _NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}
+        hidden = {"visible": False}
+        layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden}
+        return go.Figure(layout={"template": "plotly_white", **layout})
+    rows = {row: place for place, row in enumerate(timeline.rows)}
+    traces = [
+        *_bar_traces(timeline, rows),
+        *_mark_traces(timeline, rows),
+    ]
+    return go.Figure(data=traces, layout=_layout(timeline))
+
+
+def _row_px(num_devices: int) -> int:
+    """Height of a row: less for many devices, so that the picture stays of a usable size."""
+    return max(14, min(60, 1600 // max(num_devices, 1)))
+
+
+def _layout(timeline: Timeline) -> dict[str, Any]:
+    rows = timeline.rows
+    upright = {**_LINE, "yref": "paper", "y0": 0, "y1": 1, "name": "new round"}
+    upright |= {"legendrank": _FIRST, "line": {"color": "#707070", "width": 1.5}}
+    level = {**_LINE, "xref": "paper", "x0": 0, "x1": 1, "showlegend": False}
+    level |= {"line": {"color": "#909090", "width": 1}}
+    borders = [n - 0.5 for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]
+    return {
+        "template": "plotly_white",
+        "title": {"text": html.escape(_title(timeline))},
+        "height": max(320, 140 + _row_px(len(rows)) * len(rows)),
+        "margin": {"t": 70, "b": 60},
+        "barmode": "overlay",
+        "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
+        "showlegend": True,
+        "xaxis": {
+            "title": {"text": "time since the first start (s)"},
+            "range": [0, timeline.duration_s * 1.01],
+        },
+        "yaxis": {
+            "title": {"text": "device"},
+            "tickvals": [*range(len(rows))],
+            "ticktext": [*map(html.escape, _labels(rows))],
+            "range": [len(rows) - 0.5, -0.5],
+            "showgrid": False,
+            "zeroline": False,
+        },
+        # The first line explains all of them in the legend.
+        "shapes": [
+            *(
+                {**upright, "x0": time_s, "x1": time_s, "showlegend": index == 0}
+                for index, time_s in enumerate(timeline.round_starts)
+            ),
+            *({**level, "y0": height, "y1": height} for height in borders),
+        ],
+    }
+
+
+def _title(timeline: Timeline) -> str:
+    """What the picture shows, with the study's name if it was given one."""
+    counts = {"trial": len(timeline.numbers), "device": len({bar.row for bar in timeline.bars})}
+    shown = " on ".join(f"{n} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
+    if (num_nodes := len({bar.row[0] for bar in timeline.bars})) > 1:
+        shown += f" of {num_nodes} nodes"
+    return shown if timeline.name.startswith("no-name-") else f"{timeline.name}: {shown}"
+
+
+def _labels(rows: Sequence[Row]) -> Iterator[str]:
+    """Numbers of the devices; the first of each node has its name too."""
+    before = ""
+    for node, device in rows:
+        name = node if len(node) <= _LONGEST_NAME else f"{node[: _LONGEST_NAME - 1]}…"
+        yield f"{name}  {device}" if node != before else str(device)
+        before = node
+
+
+# -- bars -----------------------------------------------------------------------------------------
+
+
+def _bar_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    bars = timeline.bars
+    if len(timeline.numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
+        yield {**_bar_trace(bars, rows), "showlegend": False}
+    else:
+        for number in timeline.numbers:
+            # The legend shows a trial as its trace's first bar, so the last flight comes first.
+            own = [bar for bar in reversed(bars) if bar.number == number]
+            yield {**_bar_trace(own, rows), "name": f"trial {number}"}
+    if any(bar.mark is Mark.PRUNED for bar in bars):  # draws nothing, but explains the hatch
+        marker = {"color": _GREY, "pattern": {"shape": "/", **_HATCH}}
+        entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
+        yield {"type": "bar", "orientation": "h", "legendrank": _FIRST, **entry}
+
+
+def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "width": _BAR_HEIGHT,
+        "x": [bar.end_s - bar.start_s for bar in bars],
+        "base": [bar.start_s for bar in bars],
+        "y": [rows[bar.row] for bar in bars],
+        "text": [str(bar.number) for bar in bars],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "textfont": {"color": _INK, "size": 13},
+        "customdata": [bar.text for bar in bars],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "marker": {
+            "color": [colour_of(bar.number) for bar in bars],
+            "line": {"color": "white", "width": 1},
+            "pattern": {"shape": ["/" * (bar.mark is Mark.PRUNED) for bar in bars], **_HATCH},
+        },
+    }
+
+
+def _mark_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    for mark, symbol in _SYMBOLS.items():
+        if own := [bar for bar in timeline.bars if bar.mark is mark]:
+            yield {
+                "type": "scatter",
+                "mode": "markers",
+                "name": mark.value,
+                "x": [bar.end_s for bar in own],
+                "y": [rows[bar.row] for bar in own],
+                "hoverinfo": "skip",
+                "cliponaxis": False,
+                "legendrank": _FIRST,
+                "marker": {
+                    "symbol": symbol,
+                    "size": 11,
+                    "color": _INK if mark is Mark.MOVED else _ALERT,
+                    "line": {"color": "white", "width": 1},
+                },
+            }

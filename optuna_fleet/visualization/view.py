@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from optuna_fleet.sampler_bridge.records import DeviceSpan
-from optuna_fleet.visualization.figure import colour_of
 from optuna_fleet.visualization.snapshot import Condition, Run, Snapshot
+from optuna_fleet.visualization.timeline import colour_of
 
 _LONGEST = 48
 _MOST_SHOWN = 12

@@ -18,8 +18,8 @@ from optuna_fleet.alloc import (
     validate,
 )
 from optuna_fleet.policies import POLICIES, Elastic, Policy, policy_of
+from optuna_fleet.replay.progress import Outcome
 from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.workload import SimulatedTrial
 
 
@@ -201,7 +201,7 @@ def sweep(policy: str | Policy, trials: Any, devices: Any, **more: Any) -> Outco
 def starts(outcome: Outcome) -> list[tuple[float, dict[int, int]]]:
     """Who starts or goes on, on how many devices, at each time at which somebody does."""
     found: dict[float, dict[int, int]] = {}
-    for span in outcome.totals.spans:
+    for span in outcome.spans:
         if span.end_s > span.start_s:
             found.setdefault(span.start_s, {})[span.number] = len(span.devices)
     return [(time_s, dict(sorted(found[time_s].items()))) for time_s in sorted(found)]

@@ -17,7 +17,7 @@ import torch
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import RateProfile
 from optuna_fleet.policies import Own, Policy, policy_of
-from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.progress import Outcome
 from optuna_fleet.replay.workload import Rules
 from tests.behaviour.allocation import simulated, starts, sweep
 from tests.behaviour.allocators import Told, Troubled
@@ -47,7 +47,7 @@ def times_of(outcome: Outcome) -> dict[Event, float]:
     """When each trial starts or goes on elsewhere, and when each of its epochs ends."""
     times: dict[Event, float] = {}
     for number, trial in enumerate(TRIALS):
-        spans = [s for s in outcome.totals.spans if s.number == number and s.end_s > s.start_s]
+        spans = [s for s in outcome.spans if s.number == number and s.end_s > s.start_s]
         spans.sort(key=lambda span: span.start_s)
         assert all(a.end_s == b.start_s for a, b in itertools.pairwise(spans)), "it waits"
         epochs = 0

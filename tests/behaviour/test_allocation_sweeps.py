@@ -12,8 +12,8 @@ import mip
 import pytest
 
 from optuna_fleet.policies import POLICIES, FleetG, policy_of
-from optuna_fleet.replay.report import lower_bound_s
-from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.progress import Outcome
+from optuna_fleet.replay.scenarios import lower_bound_s
 from optuna_fleet.replay.workload import Rules, SimulatedTrial
 from tests.behaviour.allocation import LINEAR, simulated, starts, sweep
 
@@ -103,7 +103,7 @@ def test_no_device_idles_while_a_trial_waits(policy: str) -> None:
     for seed in range(4):
         trials = [replace(t, min_devices=1 + k % 3) for k, t in enumerate(drawn(seed))]
         outcome = sweep(policy, trials, 5)
-        spans = outcome.totals.spans
+        spans = outcome.spans
         times = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
         for since, until in itertools.pairwise(times):
             flying = [s for s in spans if s.start_s <= since and until <= s.end_s]

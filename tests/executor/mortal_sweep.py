@@ -18,7 +18,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.sampler_bridge.records import CALL_PREFIX, PIPELINE_PREFIX
+from optuna_fleet.sampler_bridge.records import CALL_PREFIX
 from tests.behaviour.samplers import ByNumber
 
 NUM_TRIALS = 5
@@ -31,7 +31,7 @@ _WRITES = (
     "set_trial_system_attr",
     "set_study_system_attr",
 )
-_BY_THE_CLOCK = (CALL_PREFIX, PIPELINE_PREFIX)
+_BY_THE_CLOCK = (CALL_PREFIX,)
 """Records that there are the more of the longer a call takes: these are no ticks."""
 
 _ticks = itertools.count(1)

@@ -1,4 +1,4 @@
-"""What a sweep keeps of its pipeline's work: spans in the study, words in the summary."""
+"""What a sweep's summary says of its pipeline's work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 import optuna
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.records import PIPELINE_PREFIX
-from optuna_fleet.visualization import plot_timeline
 from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
 
@@ -48,7 +45,7 @@ def test_a_sweep_tells_of_samples_that_were_skipped(tmp_path: Path) -> None:
         assert "samples skipped: 1, preprocessors that died: 1" in str(fleet.summary)
 
 
-def test_a_sweep_leaves_its_pipelines_work_in_summary_study_and_timeline() -> None:
+def test_a_sweep_leaves_its_pipelines_work_in_the_summary() -> None:
     with fleet_of(devices=2) as fleet:
         for said in (
             "readers waited for",
@@ -62,11 +59,3 @@ def test_a_sweep_leaves_its_pipelines_work_in_summary_study_and_timeline() -> No
             assert 0.0 < use.reading_s <= 2 * use.active_s
             assert use.num_preprocessors <= 1.0
             assert said in str(fleet.summary)
-            spans = compat.study_records(study, PIPELINE_PREFIX).values()
-            assert spans
-            assert all(0.0 <= span[share] <= 1.0 for span in spans for share in SHARES)
-            names = {trace.name for trace in plot_timeline(study).data}
-            assert {"preprocessors busy", "trials wait for data", "queue of data"} <= names
-
-
-SHARES = ("busy", "blocked", "stalled", "queue")

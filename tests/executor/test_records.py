@@ -18,7 +18,7 @@ from optuna_fleet.sampler_bridge.records import calls_of, device_spans_of, fligh
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
-def test_flights_and_decisions_are_recorded(log: Any) -> None:
+def test_flights_are_recorded_and_decisions_told(log: Any) -> None:
     optuna.logging.set_verbosity(optuna.logging.INFO)
     study = optuna.create_study()
     with FleetExecutor(small_pipeline(), devices=4, device_type="cpu", policy="mip") as fleet:
@@ -31,10 +31,7 @@ def test_flights_and_decisions_are_recorded(log: Any) -> None:
         flights = flights_of(study)[trial.number]
         assert flights[-1]["ending"] == "returned"
         assert all(f["devices"] and f["start"] <= f["end"] for f in flights)
-    attributes = study._storage.get_study_system_attrs(study._study_id)
-    recorded = [v for k, v in attributes.items() if k.startswith("optuna_fleet:decision")]
     decisions = fleet.summary.decisions
-    assert [r["reason"] for r in recorded] == [d.reason for d in decisions]
     assert decisions[0].round == 1
     assert all(d.status and d.allocator and d.solve_time_s >= 0 for d in decisions)
     lines = log.getvalue().splitlines()

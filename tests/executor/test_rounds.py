@@ -36,7 +36,7 @@ def spans(policy: str, *, probes: bool) -> list[tuple[int, float, float, int]]:
     scenario = EnsembleScenario(
         trials=trials, num_devices=NUM_DEVICES, policy=policy, lookahead=0 if probes else None
     )
-    found = scenario.run().totals.spans
+    found = scenario.run().spans
     return [(one.number, one.start_s, one.end_s, len(one.devices)) for one in found]
 
 

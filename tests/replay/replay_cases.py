@@ -15,7 +15,8 @@ from optuna_fleet.alloc import AllocationProblem, Plan, validate
 from optuna_fleet.alloc.problem import Allocator
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.simulation import Outcome, Simulation
+from optuna_fleet.replay.progress import Outcome
+from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
 from optuna_fleet.resources import Device, Fleet
 from tests.placed_plans import placed_plan
@@ -97,15 +98,14 @@ def all_join(num_devices: int) -> FleetChange:
 
 def spans_of(outcome: Outcome) -> list[tuple[int, tuple[int, ...], float, float]]:
     """(trial, devices, start, end) of each run, by start."""
-    spans = [(s.start_s, s.number, s.devices, s.end_s) for s in outcome.totals.spans]
+    spans = [(s.start_s, s.number, s.devices, s.end_s) for s in outcome.spans]
     return [(number, devices, start, end) for start, number, devices, end in sorted(spans)]
 
 
 def comparable(outcome: Outcome) -> tuple[Any, ...]:
     """All of an outcome but for wall times."""
-    totals = outcome.totals
-    sums = (totals.busy_s, totals.present_s, totals.waited_s, len(totals.solve_s))
-    return outcome.end_s, outcome.trials, sums, totals.spans
+    sums = (outcome.busy_s, outcome.present_s, outcome.waited_s, len(outcome.solve_s))
+    return outcome.end_s, outcome.trials, sums, outcome.spans
 
 
 def check_spans(outcome: Outcome, changes: Sequence[FleetChange]) -> None:
@@ -141,7 +141,7 @@ def check_all_ended(outcome: Outcome, trials: Sequence[SimulatedTrial]) -> None:
     """Every trial ended once, with exactly its epochs, not before it was submitted."""
     assert sorted(outcome.trials) == list(range(len(trials)))
     for number, progress in outcome.trials.items():
-        spans = [s for s in outcome.totals.spans if s.number == number]
+        spans = [s for s in outcome.spans if s.number == number]
         last = max(spans, key=lambda span: (span.end_s, span.start_s))
         assert [s for s in spans if s.has_returned] == [last]
         assert progress.ended_s == last.end_s <= outcome.end_s

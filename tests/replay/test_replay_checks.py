@@ -16,7 +16,7 @@ def widened(*, traits=frozenset({"net"}), check_s=7.0):
 
 def test_what_is_not_checked_yet_flies_on_one_device_until_it_is():
     outcome = widened()
-    assert outcome.totals.checked == [{"net"}]
+    assert outcome.checked == [{"net"}]
     (_, first, *_), *others = spans_of(outcome)
     assert len(first) == 1
     assert [len(devices) for _, devices, *_ in others] == [2]
@@ -24,7 +24,7 @@ def test_what_is_not_checked_yet_flies_on_one_device_until_it_is():
 
 def test_what_asks_for_its_devices_has_them_at_once():
     outcome = widened(traits=frozenset())
-    assert outcome.totals.checked == []
+    assert outcome.checked == []
     assert spans_of(outcome)[0][1] == (0, 1)
 
 

@@ -17,8 +17,7 @@ from replay_cases import (
 
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator, RateProfile
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.report import lower_bound_s
-from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.workload import FleetChange, Rules
 
 NUM_DEVICES = 5

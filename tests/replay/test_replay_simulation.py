@@ -12,8 +12,7 @@ from replay_cases import (
 
 from optuna_fleet.alloc import ElasticAllocator, SingleDeviceAllocator
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.report import common_report, utilisation
-from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.replay.scenarios import EnsembleScenario, common_report, utilisation
 from optuna_fleet.replay.workload import FleetChange, Rules
 
 COST = {"rescale_up_s": 5.0, "rescale_down_s": 3.0}
@@ -100,7 +99,7 @@ def test_who_shares_a_ring_waits_for_the_slowest():
     )
     # 200 samples at 10/s, until the slow one has ended; the last 100 at 20/s.
     assert [coupled.trials[n].ended_s for n in (0, 1)] == [25.0, 20.0]
-    assert coupled.totals.waited_s == pytest.approx(10.0)
+    assert coupled.waited_s == pytest.approx(10.0)
     assert common_report(coupled)["waiting_s"] == pytest.approx(5.0)  # per device
     apart = simulate(trials, [all_join(2)], Scripted(plan), rules=Rules(coupled=True))
     assert [apart.trials[n].ended_s for n in (0, 1)] == [15.0, 20.0]
@@ -159,7 +158,7 @@ def test_trials_advance_no_faster_than_their_data_are_made(own, end_s):
         own_preprocessors=own,
     )
     assert [p.ended_s for p in outcome.trials.values()] == [pytest.approx(end_s)] * 2
-    assert outcome.totals.waited_s == pytest.approx(2 * (end_s - 20))
+    assert outcome.waited_s == pytest.approx(2 * (end_s - 20))
 
 
 def widths_of(outcome):

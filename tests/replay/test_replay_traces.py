@@ -21,6 +21,7 @@ from optuna_fleet.replay.trace import (
     idle_nodes,
     load_trace,
     save_trace,
+    trace_of,
     trace_statistics,
 )
 
@@ -33,9 +34,7 @@ INTERRUPT = "kill -INT $PPID"
 
 
 def same(one: NodeTrace, other: NodeTrace) -> bool:
-    arrays = ("time_s", "initial_idle", "event", "node", "delta")
-    equal = (np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
-    return one.names == other.names and all(equal)
+    return one == other
 
 
 # -- made up ------------------------------------------------------------------------------------
@@ -66,13 +65,13 @@ def test_every_made_up_trace_is_read_as_it_was_written(
 
 
 def test_the_statistics_by_hand() -> None:
-    trace = NodeTrace(
-        time_s=np.array([0.0, 500.0, 1800.0, 3600.0]),
-        initial_idle=np.array([True, False]),
-        event=np.array([1, 1, 2]),
-        node=np.array([0, 1, 0]),
-        delta=np.array([-1, 1, 1]),
-        names=("a", "b"),
+    trace = trace_of(
+        time_s=[0.0, 500.0, 1800.0, 3600.0],
+        initial_idle=[True, False],
+        change_event=[1, 1, 2],
+        change_node=[0, 1, 0],
+        change_delta=[-1, 1, 1],
+        node_name=["a", "b"],
     )
     assert trace_statistics(trace) == {
         "nodes": 2,
@@ -144,12 +143,12 @@ def test_samples_become_a_trace() -> None:
     ]:
         recording = recording.sampled(idle, time_s)
     trace = recording.trace
-    assert trace.names == ("a", "b", "c")
+    assert trace.names == ("b", "c", "a")
     assert trace.time_s.tolist() == [0.0, 20.0, 30.0, 50.0]
-    assert [(c.time_s, c.joined, c.left) for c in trace.changes()] == [
-        (0.0, (1,), ()),
-        (20.0, (2,), (1,)),
-        (30.0, (0,), ()),
+    assert [(c.time_s, c.joined, c.left) for c in trace.changes] == [
+        (0.0, (0,), ()),
+        (20.0, (1,), (0,)),
+        (30.0, (2,), ()),
         (50.0, (), ()),
     ]
 
@@ -187,7 +186,7 @@ def record(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def idle_after_each(path: Path) -> list[set[str]]:
     trace, idle = load_trace(path), set[int]()
     found = []
-    for change in trace.changes():
+    for change in trace.changes:
         idle = (idle | set(change.joined)) - set(change.left)
         found.append({trace.names[i] for i in idle})
     return found

@@ -17,9 +17,8 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.replay.report import lower_bound_s
-from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.progress import Outcome
+from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
@@ -254,7 +253,7 @@ def test_in_every_policy_trials_that_need_several_types_come_to_their_turn(polic
     outcome = run.run()
     assert all(p.ended_s is not None for p in outcome.trials.values())
     assert outcome.end_s >= lower_bound_s(trials, {"v": 2, "a": 1})
-    widths = {span.number: len(span.devices) for span in outcome.totals.spans}
+    widths = {span.number: len(span.devices) for span in outcome.spans}
     assert [widths[number] for number in (2, 5)] == [3, 3]
     rate = large.rate_on({"v": 2, "a": 1})
     assert rate == pytest.approx((2 * 10.0 + 20.0) * 3**0.9 / 3)

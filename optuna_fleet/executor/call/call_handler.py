@@ -14,8 +14,8 @@ from optuna_fleet.executor.call import outcomes
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.patience import is_gone
+from optuna_fleet.sampler_bridge.proposals import BackgroundSampler
 from optuna_fleet.wire.calls import (
     AfterEpoch,
     Call,

@@ -25,11 +25,11 @@ from optuna_fleet.events import (
     StartRound,
 )
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.summary import FleetSummary, mean_of
+from optuna_fleet.executor.call.summary import Decision, FleetSummary, mean_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.records import Decision, DeviceSpan, Flight, PipelineSpan
+from optuna_fleet.sampler_bridge.records import DeviceSpan, Flight
 
 Entry: TypeAlias = Event | Instruction
 """What the controller hears and wants."""
@@ -37,13 +37,6 @@ Entry: TypeAlias = Event | Instruction
 _STORY = 40
 _PLAIN = (bool, int, float, str, tuple, Enum)
 _OF_PLAN = ("allocator", "reason", "status", "gap", "solve_time_s", "solver")
-
-MIN_SPAN_S = 2.0
-"""No span is shorter, except the last."""
-
-RESOLUTION = 64
-"""A span takes at least this part of the time since the call began: a sweep of any length has
-little more than as many of them (630 for 100 hours)."""
 
 
 class Journal:
@@ -180,15 +173,13 @@ class Tally:
 
     Args:
         began: When the call did, in seconds since the epoch.
-        record: Keeps a decision with the study.
 
     Attributes:
         flights: Runs that have ended on all their devices.
     """
 
-    def __init__(self, began: float, record: Callable[[Decision], None]) -> None:
+    def __init__(self, began: float) -> None:
         self._began = began
-        self._record = record
         self._startup_s: float | None = None
         self.flights: list[Flight] = []
         self._decisions: list[Decision] = []
@@ -213,12 +204,11 @@ class Tally:
                 self._decided(entry, now)
 
     def _decided(self, started: StartRound, now: float) -> None:
-        """A plan is carried out: record it, and say so where anything moves."""
+        """A plan is carried out: say so where anything moves."""
         plan = started.plan
         of_plan = {name: getattr(plan, name) for name in _OF_PLAN}
         decision = Decision(time=now, round=started.round, moves=started.moves, **of_plan)
         self._decisions.append(decision)
-        self._record(decision)
         level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
         fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
@@ -258,47 +248,4 @@ class Tally:
             exchange=exchange,
             left_out=dict(left_out),
             startup_s=self._startup_s or 0.0,
-        )
-
-
-class PipelineLog:
-    """Turns what the shared pipeline has done since the start of the fleet into spans. Pure.
-
-    Args:
-        base: What had been done when the call began.
-        began: When that was, in seconds since the epoch.
-    """
-
-    def __init__(
-        self, record: Callable[[PipelineSpan], None], base: PipelineStats, began: float
-    ) -> None:
-        self._record = record
-        self._base = self._last = base
-        self._began = self._noted = began
-
-    def note(self, stats: PipelineStats, now: float) -> None:
-        """So much was done by now; that ends a span if enough time has passed."""
-        if now - self._noted >= max(MIN_SPAN_S, (now - self._began) / RESOLUTION):
-            self._end_span(stats, now)
-
-    def finish(self, stats: PipelineStats, now: float) -> PipelineStats:
-        """The call is over; returns what the pipeline did for it."""
-        self._end_span(stats, now)
-        return stats.since(self._base)
-
-    def _end_span(self, stats: PipelineStats, now: float) -> None:
-        use = stats.use.since(self._last.use)
-        start, self._noted, self._last = self._noted, now, stats
-        if use.active_s <= 0.0:
-            return  # nobody read
-        self._record(
-            PipelineSpan(
-                start=round(start, 3),
-                end=round(now, 3),
-                num_preprocessors=round(use.num_preprocessors, 2),
-                busy=round(use.busy_share, 3),
-                blocked=round(use.blocked_share, 3),
-                stalled=round(use.stalled_share, 3),
-                queue=0.0,
-            )
         )

@@ -199,7 +199,6 @@ class Receiver:
             case NodeLost():
                 return self._node_lost(message)
             case PipelineReport():
-                sweep.pipeline_log.note(self._runtime.reports.total, sweep.journal.now())
                 if self._capacity.heard(self._runtime.reports.last):
                     return [PreprocessingMeasured(samples_per_s=self._capacity.samples_per_s)]
         return []

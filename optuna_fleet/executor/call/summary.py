@@ -9,7 +9,33 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.alloc import Plan
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
-from optuna_fleet.sampler_bridge.records import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One allocation.
+
+    Attributes:
+        time: When it was made, seconds since the epoch.
+        round: Its number within the call, from 1.
+        moves: Number of trials that it moved.
+        allocator: Who made it.
+        reason: Why, in words.
+        solver: Who solved it; empty if nobody had to.
+        status: How that ended.
+        gap: The solver's relative gap; None if it gave none.
+        solve_time_s: What it took.
+    """
+
+    time: float
+    round: int
+    moves: int
+    allocator: str
+    reason: str
+    status: str
+    gap: float | None
+    solve_time_s: float
+    solver: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -12,7 +12,7 @@ from typing import Any
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Event
 from optuna_fleet.executor.call.call_progress import Progress
-from optuna_fleet.executor.call.journal import DeviceLog, Journal, PipelineLog, Tally
+from optuna_fleet.executor.call.journal import DeviceLog, Journal, Tally
 from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.watchdog import Watchdog
@@ -82,12 +82,10 @@ class Sweep:
         self._acts: dict[int, Callable[[], Sequence[Event] | None]] = {}
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
         self.progress = Progress.of(ledger, proposals)
-        self.tally = Tally(began, ledger.records.decision)
+        self.tally = Tally(began)
         self.journal = Journal(self.runs, self.devices.take, self.progress.take, self.tally.take)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
-        self.pipeline_log = PipelineLog(
-            ledger.records.pipeline_span, runtime.reports.total, self.journal.now()
-        )
+        self._preprocessed_before = runtime.reports.total
 
     def run_name(self, run_id: int) -> str:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
@@ -101,7 +99,7 @@ class Sweep:
             now,
             trials=self.ledger.ended,
             left_out=self.runtime.faults.reasons,
-            pipeline=None if stats is None else self.pipeline_log.finish(stats, now),
+            pipeline=None if stats is None else stats.since(self._preprocessed_before),
             exchange=self.runtime.sharing.how,
         )
 

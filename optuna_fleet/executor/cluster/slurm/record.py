@@ -13,7 +13,7 @@ from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.slurm.commands import ask
-from optuna_fleet.replay.report import lines
+from optuna_fleet.replay.replay_commands import lines
 from optuna_fleet.replay.trace import Recording, idle_nodes, trace_statistics
 
 _DAY_S = 86400.0
