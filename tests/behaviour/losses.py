@@ -252,9 +252,26 @@ def nt_xent(model: Any, anchor: Tensor, view: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(similar, torch.arange(len(codes)).roll(len(anchor)))
 
 
+def clip(model: Any, anchor: Tensor, view: Tensor, _: Tensor) -> Tensor:
+    left, right = F.normalize(model(anchor), dim=1), F.normalize(model(view), dim=1)
+    similar, same = left @ right.T / 0.1, torch.arange(len(left))
+    return (F.cross_entropy(similar, same) + F.cross_entropy(similar.T, same)) / 2
+
+
 def spread(model: Any, anchor: Tensor, view: Tensor, _: Tensor) -> Tensor:
     left, right = model(anchor), model(view)
     return F.mse_loss(left, right) + F.relu(1 - left.std(0, unbiased=False)).mean()
+
+
+def cox(model: Any, images: Tensor, _: Tensor) -> Tensor:
+    risk = model(images)[:, 0][images[:, 0, 0, 0].argsort(descending=True)]
+    return (risk.logcumsumexp(0) - risk).mean()
+
+
+def all_pairs(model: Any, images: Tensor, _: Tensor) -> Tensor:
+    scores, truth = model(images)[:, 0], images[:, 0, 0, 0]
+    order = torch.sign(truth[:, None] - truth)
+    return F.softplus(-order * (scores[:, None] - scores)).mean()
 
 
 def dice(model: Any, images: Tensor, labels: Tensor) -> Tensor:
@@ -273,6 +290,10 @@ def weighted_classes(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels, weight=CLASS_WEIGHTS)
 
 
+def ignored_labels(model: Any, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(images), labels, ignore_index=0)
+
+
 def masked_values(model: Any, images: Tensor, _: Tensor) -> Tensor:
     targets = images[:, 0, 0, :3]
     return F.mse_loss(model(images)[targets > 0], targets[targets > 0])
@@ -280,15 +301,23 @@ def masked_values(model: Any, images: Tensor, _: Tensor) -> Tensor:
 
 COUPLED = {
     nt_xent: "train_triples",
+    clip: "train_triples",
     spread: "train_triples",
+    cox: "train",
+    all_pairs: "train",
     dice: "train",
     sum_over_samples: "train",
     weighted_classes: "train",
+    ignored_labels: "train",
     masked_values: "train",
 }
 
 
 # -- losses of torch that are means over samples --------------------------------------------------
+
+
+def signs(like: Tensor, labels: Tensor) -> Tensor:
+    return ((labels > 0) * 2 - 1).to(like)
 
 
 def hot(like: Tensor, labels: Tensor) -> Tensor:
@@ -305,16 +334,33 @@ def ctc(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.ctc_loss(log_probs, labels.clamp(min=1)[:, None], 6 * ones, ones)
 
 
+def multilabel_margin(outputs: Tensor, labels: Tensor) -> Tensor:
+    targets = torch.stack([labels, 0 * labels - 1, 0 * labels - 1], dim=1)
+    return F.multilabel_margin_loss(outputs.float(), targets)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l1": lambda x, y: F.l1_loss(x, hot(x, y)),
     "mse": lambda x, y: F.mse_loss(x.float(), hot(x, y).float()),  # torch 2.4 has no other on CPUs
+    "smooth_l1": lambda x, y: F.smooth_l1_loss(x, hot(x, y)),
+    "huber": lambda x, y: F.huber_loss(x, hot(x, y), delta=0.5),
     "cross_entropy": F.cross_entropy,
     "label_smoothing": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
     "soft_labels": lambda x, y: F.cross_entropy(x, soft(x, y)),
     "nll": lambda x, y: F.nll_loss(x.log_softmax(1), y),
     "bce": lambda x, y: F.binary_cross_entropy(x.sigmoid(), hot(x, y)),
+    "bce_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, hot(x, y)),
+    "kl_div": lambda x, y: F.kl_div(x.log_softmax(1), soft(x, y)),
     "kl_div_of_batch": lambda x, y: F.kl_div(x.log_softmax(1), soft(x, y), reduction="batchmean"),
+    "poisson_nll": lambda x, y: F.poisson_nll_loss(x, hot(x, y)),
     "gaussian_nll": lambda x, y: F.gaussian_nll_loss(x, hot(x, y), x.exp()),
+    "hinge_embedding": lambda x, y: F.hinge_embedding_loss(x[:, 0], signs(x, y)),
+    "margin_ranking": lambda x, y: F.margin_ranking_loss(x[:, 0], x[:, 1], signs(x, y), 0.1),
     "multi_margin": lambda x, y: F.multi_margin_loss(x.float(), y),
+    "multilabel_margin": multilabel_margin,
+    "multilabel_soft_margin": lambda x, y: F.multilabel_soft_margin_loss(x, hot(x, y)),
+    "soft_margin": lambda x, y: F.soft_margin_loss(x[:, 0], signs(x, y)),
+    "cosine_embedding": lambda x, y: F.cosine_embedding_loss(x, hot(x, y), signs(x, y)),
+    "triplet_margin": lambda x, y: F.triplet_margin_loss(x, hot(x, y), x.new_ones(x.shape)),
     "ctc": ctc,
 }

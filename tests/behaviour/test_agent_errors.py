@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import torch
 
-from optuna_fleet import FleetExecutor, Limits, TrainerLostError
+from optuna_fleet import FleetExecutor, LaunchError, Limits, SharedPipeline, TrainerLostError
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("afresh")  # what was there before has limits of its own
 
 _MIB = 1 << 20
-
-SCRIPT = """
-import resource, sys
-from pathlib import Path
-import optuna, torch
-from optuna_fleet import FleetExecutor, LaunchError, SharedPipeline
-
-def read(trial):
-    return float(sum(len(batch) for (batch,) in trial.batches("train", batch_size=2)))
-
-if __name__ == "__main__":
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = {"FSIZE": 1 << 20, "AS": mapped + (1 << 30)}[sys.argv[1]]
-    which = getattr(resource, "RLIMIT_" + sys.argv[1])
-    resource.setrlimit(which, (limit, resource.getrlimit(which)[1]))
-    data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
-    pipeline = SharedPipeline(train=data, memory_bytes=2 << 30)
-    try:
-        with FleetExecutor(pipeline, devices=1, device_type="cpu") as fleet:
-            optuna.create_study().optimize(read, n_trials=1, executor=fleet)
-    except LaunchError as error:
-        print(error)
-"""
 
 
 class Holding:
@@ -62,35 +36,34 @@ def optimize(objective: Any, fleet: FleetExecutor) -> float:
 
 
 @contextlib.contextmanager
-def limited(which: int, limit: int) -> Iterator[None]:
+def small_files() -> Iterator[None]:
     """A limit of this process, which those that it starts inherit."""
-    soft, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (limit, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MIB, hard))
     try:
         yield
     finally:
-        resource.setrlimit(which, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(("limit", "words"), [("FSIZE", "File too large")])
-def test_memory_that_an_agent_may_not_have_is_named(limit: str, words: str) -> None:
-    """Its limits are those of the script."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, limit],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Node local-0 can't be used: its agent failed (OSError: [Errno " in done.stdout
-    assert f"{2 << 30} bytes for preprocessed data can't be had ({words})" in done.stdout
+def test_memory_that_an_agent_may_not_have_is_named() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
+    pipeline = SharedPipeline(train=data, memory_bytes=2 << 30)
+    with (
+        FleetExecutor(pipeline, devices=1, device_type="cpu") as fleet,
+        small_files(),
+        pytest.raises(LaunchError) as raised,
+    ):
+        optimize(lambda trial: 0.0, fleet)
+    told = str(raised.value)
+    assert "Node local-0 can't be used: its agent failed (OSError: [Errno " in told
+    assert f"{2 << 30} bytes for preprocessed data can't be had (File too large)" in told
 
 
-@pytest.mark.usefixtures("afresh")  # what was there before has limits of its own
 def test_an_agent_that_fails_between_trials_tells_why(log: io.StringIO) -> None:
     with (
         FleetExecutor(devices=1, device_type="cpu", limits=Limits(max_restarts=0)) as fleet,
-        limited(resource.RLIMIT_FSIZE, _MIB),
+        small_files(),
     ):
         assert optimize(Holding(1), fleet) == 1.0
         with pytest.raises(TrainerLostError, match=r"its agent failed .OSError: .*File too large"):

@@ -82,10 +82,6 @@ def checkpointed(model: Net, *, reentrant: bool) -> Step:
     return step
 
 
-def compiled(model: Net) -> Step:
-    return torch.compile(model, backend="eager")
-
-
 CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
     "plain": (nn.BatchNorm2d, plain),
     "own forward": (Activated, plain),
@@ -96,7 +92,6 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
     "functional call": (nn.BatchNorm2d, of_functional_parameters),
     "checkpointed": (nn.BatchNorm2d, functools.partial(checkpointed, reentrant=False)),
     "checkpointed, reentrant": (nn.BatchNorm2d, functools.partial(checkpointed, reentrant=True)),
-    "compiled": (nn.BatchNorm2d, compiled),
 }
 
 
@@ -118,8 +113,7 @@ def test_two_devices_train_as_one(lab: Any, case: str) -> None:
     objective = functools.partial(trains, case=case)
     told = ["use_reentrant=False exchanges them once"] if "reentrant" in case else []
     lab.same(objective, [2], told=told)
-    if "compiled" not in case:
-        lab.same(objective, [1, 2, 1], within={1, 7}, told=told)
+    lab.same(objective, [1, 2, 1], within={1, 7}, told=told)
 
 
 def looks(trial: Any) -> float:

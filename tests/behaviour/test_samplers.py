@@ -19,11 +19,9 @@ from optuna.samplers import (
     BaseSampler,
     BruteForceSampler,
     CmaEsSampler,
-    GPSampler,
     GridSampler,
     NSGAIISampler,
     PartialFixedSampler,
-    QMCSampler,
     RandomSampler,
     TPESampler,
 )
@@ -62,10 +60,8 @@ def points(study: optuna.Study) -> Counter[tuple[Any, ...]]:
     "new",
     [
         lambda: TPESampler(seed=1, n_startup_trials=3),
-        lambda: GPSampler(seed=1, n_startup_trials=3),
         lambda: CmaEsSampler(seed=1, popsize=4),
         lambda: NSGAIISampler(seed=1, population_size=4),
-        lambda: QMCSampler(seed=1),
         lambda: PartialFixedSampler({"x": 0.25}, RandomSampler(seed=1)),
     ],
 )

@@ -14,8 +14,6 @@ import torch
 
 from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
 
-pytestmark = pytest.mark.usefixtures("afresh")
-
 
 def trains(trial: Any) -> float:
     model = trial.prepare(torch.nn.Linear(2, 2))

@@ -32,7 +32,6 @@ from optuna_fleet import (
     PreprocessingError,
     SharedPipeline,
     TrainerLostError,
-    TrialError,
 )
 from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.processes import ModuleProcess
@@ -93,17 +92,6 @@ def first_fails_last(trial: Any, *, of: int, fail: Callable[[Any], Any]) -> floa
         fail(trial)
     until(lambda: trial.study.trials[0].state.is_finished())
     return 1.0
-
-
-def fails(fleet: Any, fail: Callable[[Any], Any], kind: type[BaseException]) -> str:
-    """Trial 0 of four fails with `kind`, the others finish; returns what the user sees."""
-    study = optuna.create_study()
-    with pytest.raises(kind) as caught:
-        study.optimize(
-            functools.partial(first_fails_last, of=4, fail=fail), n_trials=4, executor=fleet
-        )
-    assert states(study) == {0: FAIL, 1: COMPLETE, 2: COMPLETE, 3: COMPLETE}
-    return told(caught.value)
 
 
 # -- exceptions of objectives --------------------------------------------------------------------
@@ -301,31 +289,52 @@ def too_late(trial: Any) -> None:
         trial.prepare(small_model(), min_devices=2)
 
 
-def leave(trial: Any, *, kind: type[BaseException]) -> None:
-    raise kind("enough")
+FAILURES: list[tuple[Callable[[Any], Any], str, list[str]]] = [
+    # As the channel raises it, too; what cannot be rebuilt here, or cannot travel; and more.
+    (raise_connection_error, "ConnectionRefusedError", ["in raise_connection_error"]),
+    (
+        raise_speechless,
+        "RemoteObjectiveError",
+        ["SpeechlessError: unheard"],
+    ),
+    (raise_unspeakable, "UnspeakableError", ["in raise_unspeakable"]),
+    (
+        raise_from_a_module_of_the_trainer,
+        "RemoteObjectiveError",
+        ["unknown over there"],
+    ),
+    (ask_for_what_cannot_be_sent, "", ["pickle"]),
+    (too_late, "FleetConfigError", ["`min_devices` is 2", "`max_devices` is 1"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("fail", "kind", "words"),
-    [
-        (raise_own, OwnError, ["lr is too brave", "in raise_own"]),  # the remote traceback
-        # As the channel raises it, too; what cannot be rebuilt here, or cannot travel; and more.
-        (raise_connection_error, ConnectionRefusedError, ["ConnectionRefusedError"]),
-        (raise_speechless, TrialError, ["SpeechlessError: unheard", "in raise_speechless"]),
-        (raise_unspeakable, UnspeakableError, ["in raise_unspeakable"]),
-        (raise_from_a_module_of_the_trainer, TrialError, ["LocalError", "unknown over there"]),
-        (functools.partial(leave, kind=SystemExit), SystemExit, ["enough"]),
-        (functools.partial(leave, kind=BaseException), BaseException, ["enough"]),
-        (ask_for_what_cannot_be_sent, Exception, ["pickle"]),
-        (too_late, FleetConfigError, ["trial 0", "`min_devices` is 2", "`max_devices` is 1"]),
-    ],
-)
-def test_what_goes_wrong_in_a_trial_is_raised_and_the_others_finish(
-    fleet: Any, fail: Callable[[Any], Any], kind: type[BaseException], words: list[str]
+def fails_in_turn(trial: Any) -> float:
+    if trial.number < len(FAILURES):
+        FAILURES[trial.number][0](trial)
+    return 1.0
+
+
+def test_what_goes_wrong_in_a_trial_is_told_and_the_others_finish(
+    fleet: Any, log: io.StringIO
 ) -> None:
-    text = fails(fleet, fail, kind)
-    for word in words:
-        assert word in text
+    study = optuna.create_study()
+    study.optimize(fails_in_turn, n_trials=8, catch=Exception, executor=fleet)
+    assert [trial.state for trial in study.trials] == 6 * [FAIL] + 2 * [COMPLETE]
+    lines = log.getvalue().splitlines()
+    for number, (_, kind, words) in enumerate(FAILURES):
+        (why,) = (line for line in lines if line.startswith(f"Trial {number} failed with param"))
+        assert kind in why
+        assert all(word in log.getvalue() for word in words)
+
+
+def test_what_is_not_caught_is_raised_and_the_others_finish(fleet: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(first_fails_last, of=4, fail=raise_own)
+    with pytest.raises(OwnError) as caught:
+        study.optimize(objective, n_trials=4, executor=fleet)
+    assert states(study) == {0: FAIL, 1: COMPLETE, 2: COMPLETE, 3: COMPLETE}
+    assert "lr is too brave" in told(caught.value)
+    assert "in raise_own" in told(caught.value)  # the remote traceback
 
 
 def big_batch(trial: Any) -> float:
