@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from alloc_cases import counts, slide_problem
-from hypothesis import given, settings
 
 from optuna_fleet.alloc import (
     AllocationProblem,
@@ -14,31 +13,11 @@ from optuna_fleet.alloc import (
     FleetAllocator,
     Flotilla,
     GreedyAllocator,
-    MipAllocator,
     Plan,
     validate,
 )
-from tests.behaviour.allocation import problems
 
 PAIR = {"a": (10.0, 20.0), "b": (30.0, 60.0)}
-
-
-@pytest.mark.parametrize(
-    "allocator", [GreedyAllocator(), GreedyAllocator(keep_flying=True), MipAllocator()], ids=repr
-)
-@settings(max_examples=40)
-@given(problem=problems())
-def test_no_device_idles_while_a_starting_trial_gains_from_it(allocator, problem):
-    plan = allocator.allocate(problem)
-    idle = problem.num_devices - sum(counts(plan).values())
-    for flotilla in plan.flotillas:
-        for a in flotilla.assignments:
-            candidate = problem.by_number[a.number]
-            others = [b.rate for b in flotilla.assignments if b.number != a.number]
-            for m in candidate.useful_widths(len(a.devices) + idle):
-                rates = [*others, candidate.rate(m)]
-                fits = max(rates) <= min(rates) * problem.rate_spread
-                assert candidate.devices or not fits or candidate.rate(m) <= a.rate
 
 
 def test_greedy_speeds_up_the_slowest_but_not_past_its_peak():

@@ -75,17 +75,6 @@ def test_fleet_is_algorithm_2(trials, num_devices, delta):
     assert len(plan.flotillas) == 1
 
 
-def test_the_flotillas_of_the_slides():
-    # Slides 21 to 23 and 30: DNN 1 with DNN 4 on three GPUs, then DNN 2 and 3 on two each.
-    problem = replace(slide_problem(), rate_spread=math.inf)
-    first = FleetAllocator().allocate(problem)
-    assert counts(first) == {1: 1, 4: 3}
-    assert first.flotillas[0].reference_rate == 100
-    assert "trial 2 waits" in first.reason
-    rest = replace(problem, candidates=problem.candidates[1:3])
-    assert counts(FleetAllocator().allocate(rest)) == {2: 2, 3: 2}
-
-
 def test_the_placement_of_the_slides_and_of_figure_3():
     # Slide 31: DNN 4 takes one whole node and shares the other with DNN 1.
     plan = FleetAllocator().allocate(replace(slide_problem(), rate_spread=math.inf))
@@ -111,26 +100,6 @@ def test_fleet_keeps_to_a_finite_spread_to_phases_and_to_the_capacity():
         validate(ruled, plan)
         assert 1 in plan.assignments
         assert 4 not in plan.assignments
-
-
-def test_one_gpu_to_one_dnn_as_on_slide_20():
-    problem = replace(slide_problem(), rate_spread=math.inf)
-    together = HomogeneousAllocator().allocate(problem)
-    assert len(together.flotillas) == 1
-    assert together.flotillas[0].reference_rate == 40
-    alone = SingleDeviceAllocator().allocate(problem)
-    assert len(alone.flotillas) == 4
-    assert counts(alone) == counts(together) == {1: 1, 2: 1, 3: 1, 4: 1}
-
-
-@pytest.mark.parametrize("allocator", [SingleDeviceAllocator, HomogeneousAllocator])
-def test_the_random_order_depends_on_seed_and_number_only(allocator):
-    everyone = [Candidate(number=n, rates=(50.0,)) for n in range(30)]
-    chosen = {s: set(counts(allocator(seed=s).allocate(unbound(everyone, 6)))) for s in range(5)}
-    assert len(set(map(frozenset, chosen.values()))) == 5
-    assert all(len(numbers) == 6 for numbers in chosen.values())
-    fewer = [c for c in everyone if c.number in chosen[0] or c.number % 2]
-    assert set(counts(allocator(seed=0).allocate(unbound(fewer, 6)))) == chosen[0]
 
 
 def test_the_baseline_pays_for_a_stream_per_trial_and_the_shared_one_does_not():

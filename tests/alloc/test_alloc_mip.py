@@ -47,13 +47,6 @@ def test_the_capacity_is_spent_where_it_gives_most_work(capacity, expected):
     assert sum(counts(plan).values()) == 6
 
 
-def test_a_trial_flies_on_where_a_move_does_not_pay():
-    flying = Candidate(number=1, rates=(100.0, 110.0), devices=(1,))
-    problem = AllocationProblem(candidates=(flying,), nodes=((0, 1),))
-    assert counts(MipAllocator(rescale_penalty=0.25).allocate(problem)) == {1: 1}
-    assert counts(MipAllocator(rescale_penalty=0.05).allocate(problem)) == {1: 2}
-
-
 def test_a_second_flotilla_is_not_broken_up_to_widen_the_first():
     fast = [Candidate(number=n, rates=(400.0, 760.0), devices=(n,)) for n in (0, 1)]
     slow = [Candidate(number=n, rates=(10.0, 19.0), devices=(n,)) for n in (2, 3)]

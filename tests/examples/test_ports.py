@@ -121,7 +121,7 @@ for one, other in zip(flown.trials, alone.trials, strict=True):
 """
 
 
-@pytest.mark.parametrize("flown", PLAIN, indirect=True)
+@pytest.mark.parametrize("flown", PLAIN[::2], indirect=True)
 def test_optuna_alone_gets_the_same_values_from_the_same_objective(
     nursery: Nursery, flown: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -338,8 +338,9 @@ class AtEpochEnd(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
-@pytest.mark.parametrize("logs_when", ["trained", "validated"])
-@pytest.mark.parametrize("steps", ["plateau", "early stopping"])
+@pytest.mark.parametrize(
+    ("logs_when", "steps"), [("trained", "plateau"), ("validated", "early stopping")]
+)
 def test_what_is_monitored_is_no_value_of_one_device(
     three: Any, logs_when: str, steps: str
 ) -> None:

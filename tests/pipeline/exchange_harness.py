@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from pipeline_harness import Agent, Forked
+from pipeline_harness import Agent, Forked, labels
 
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import SharedPipeline
@@ -76,12 +76,6 @@ def agree(found: list[Node], scheme: str = "all-shared", **more: Any) -> Plan:
     for node in found:
         node.follow(plan)
     return plan
-
-
-def labels(client: Any, name: str = "train", **arguments: Any) -> list[int]:
-    """The second leaf of every batch, in order."""
-    batches = client.read(name, **{"epoch": 0, "batch_size": 7, **arguments})
-    return [label for batch in batches for label in batch.data[1].tolist()]
 
 
 def read_everywhere(found: list[Node], epochs: range, sizes: tuple[int, ...]) -> list[Any]:

@@ -42,6 +42,7 @@ __all__ = [
     "PipelineClient",
     "PipelineHandle",
     "draw",
+    "labels",
     "permutation",
     "serving",
     "shard",
@@ -252,6 +253,12 @@ class _Loop:
             pids += (self.sharing.pid,)
         self.server.close()
         return sum(os.waitpid(pid, 0)[1] for pid in pids)
+
+
+def labels(client: PipelineClient, name: str = "train", **arguments: Any) -> list[int]:
+    """The second leaf of every batch, in order."""
+    batches = client.read(name, **{"epoch": 0, "batch_size": 7, **arguments})
+    return [label for batch in batches for label in batch.data[1].tolist()]
 
 
 def vanish(client: PipelineClient) -> None:

@@ -53,9 +53,8 @@ def indices(reader, **options):
 ALL = list(range(100))
 
 
-@pytest.mark.parametrize("call", [{"fork": 3}, {"pidfd_open": 3}, {"send": 3}])
-def test_a_pipeline_goes_on_when_there_is_enough_again(short, call):
-    short(**call)
+def test_a_pipeline_goes_on_when_there_is_enough_again(short):
+    short(fork=3, pidfd_open=3, send=3)
     with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
         assert indices(pipeline) == ALL
 
@@ -68,9 +67,8 @@ def test_an_error_of_one_connection_is_its_own(short):
         assert indices(pipeline) == ALL
 
 
-@pytest.mark.parametrize("call", [{"fork": 4}, {"send": 3}])
-def test_a_fleet_goes_on_when_there_is_enough_again(short, call):
-    short(**call)
+def test_a_fleet_goes_on_when_there_is_enough_again(short):
+    short(fork=4, send=3)
 
     def objective(trial):
         trial.prepare(torch.nn.Linear(1, 1))

@@ -70,7 +70,7 @@ def made_up(folder: Path) -> Path:
     save_trace(synthetic_trace(0, num_nodes=64, hours=4), folder / "summit_idle_week1.npz")
     jobs, names = copy.deepcopy(BFTRAINER), bftrainer.IN_DATA
     jobs["scaling"] = {names[name]: rates for name, rates in jobs["scaling"].items()}
-    small = {"n_jobs": 40, "Pmax_images": 2.6e6}
+    small = {"n_jobs": 20, "Pmax_images": 2.6e6}
     jobs["hpo_shufflenet"] |= small | {"dnn": names["ShuffleNet"]}
     jobs["diverse"] |= small | {"cycle": list(names.values())}
     (folder / "bftrainer_jobs.json").write_text(json.dumps(jobs))

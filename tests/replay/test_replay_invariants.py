@@ -73,7 +73,7 @@ def allocator_of(policy):
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     trials=ensembles(),
     changes=fleet_changes(),
@@ -123,7 +123,7 @@ def check_at_once(outcome, most):
     ],
     ids=repr,
 )
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(trials=ensembles(), changes=fleet_changes(), seen_at=st.sampled_from(["completions", ""]))
 def test_so_it_is_with_bftrainers_rules(allocator, trials, changes, seen_at):
     ticks = (FleetChange(time_s=changes[-1].time_s + 500.0 * k) for k in itertools.count(1))

@@ -100,10 +100,8 @@ NUMBER = ">= 1e-15 and <= 1000000000000000.0."
     ("changes", "line"),
     [
         ({"samples_per_epoch": 0}, f"`samples_per_epoch` is 0, but must be a number {NUMBER}"),
-        ({"rescale_s": NAN}, "`rescale_up_s` is nan, but must be a number >= 0"),
         ({"pruned": 1.5}, "`pruned` is 1.5, but must be a number >= 0 and <= 1."),
         ({"trials": []}, "`trials` is [], but must be a list that is not empty."),
-        ({"trials": {"a": 1}}, "`trials[0]` is none of this kind: "),
         ({"trials": [TRIAL, 7]}, "`trials[1]` is none of this kind: "),
         ({"trials": [TRIAL, {**TRIAL, "rates": {"1": 7}}]}, "two trials are named 'a' but have"),
     ],
@@ -115,15 +113,12 @@ def test_wrong_fields_of_an_ensemble(changes, line, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"name": ""}, "`name` is '', but must be a text."),
         ({"epochs": 0}, "`epochs` is 0, but must be a whole number >= 1 and <= 1000000."),
         ({"max_epochs": 9}, "`epochs` is 14, but must be a whole number >= 1 and <= 9."),
         ({"min_devices": 5}, "`min_devices` is 5, but must be a whole number >= 1 and <= 4."),
         ({"spans_types": 1}, "`spans_types` is 1, but must be true or false."),
-        ({"rates": 100}, "`rates` is 100, but must be by numbers of devices"),
         ({"rates": {}}, "`rates` is {}, but must be by numbers of devices"),
         ({"rates": {"one": 1}}, "is none of this kind: invalid literal"),
-        ({"rates": {"1": 1e-300}}, f"`rates` is 1e-300, but must be a number {NUMBER}"),
     ],
 )
 def test_wrong_fields_of_a_trial(changes, line, tmp_path):
@@ -161,14 +156,11 @@ def test_workloads_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"n_jobs": 0}, "`n_jobs` is 0, but must be a whole number >= 1"),
         ({"Jmin": 4}, "`min_devices` is 4, but must be a whole number >= 1 and <= 3."),
         ({"Jmax": 5}, "[0, 1, 2, 4], but must rise, from 0 or 1 up to at least 5."),
         ({"dnn": "Z"}, "`dnn` is 'Z', but must be 'A' or 'B'."),
-        ({"Tcup_s": -2}, "`rescale_up_s` is -2, but must be a number >= 0"),
         ({"Tcup_s": [1]}, "`Tcup_s` is [1], but must be a number, or a list of 2."),
         ({"Tcdw_s": [1, NAN]}, "`rescale_down_s` is nan, but must be a number >= 0"),
-        ({"cycle": ["A", 1]}, "`dnn` is 1, but must be 'A' or 'B'."),
     ],
 )
 def test_wrong_fields_of_a_workload(changes, line, tmp_path):
@@ -180,7 +172,6 @@ def test_wrong_fields_of_a_workload(changes, line, tmp_path):
     ("table", "line"),
     [
         ({"nodes": [1, 1, 4]}, "`nodes` is [1, 1, 4], but must rise"),
-        ({"nodes": [-1, 2, 4]}, "`nodes` is [-1, 2, 4], but must rise"),
         ({"images_per_s": [1.0]}, "is none of this kind: fp and xp are not of the same length"),
         ({"images_per_s": [0.0, 1.0, 2.0]}, f"`rates` is 0.0, but must be a number {NUMBER}"),
     ],
@@ -219,17 +210,14 @@ def test_a_repeated_trace_begins_again_with_the_same_idle_nodes(tmp_path):
     ("changes", "line"),
     [
         ({"time_s": None}, " has no array `time_s` of one dimension."),
-        ({"time_s": np.zeros((3, 1))}, " has no array `time_s` of one dimension."),
         ({"time_s": np.array(["a", "b", "c"])}, " is no trace: could not convert string"),
         ({"time_s": np.array([0.0])}, "`time_s` must have at least 2 entries"),
         ({"time_s": np.array([0.0, 5.0, 5.0])}, "rising from 0 or more"),
-        ({"time_s": np.array([0.0, NAN, 6.0])}, "rising from 0 or more"),
         ({"initial_idle": np.ones(2, bool)}, "`initial_idle` must have an entry for each node"),
         ({"change_node": np.array([0, 1])}, "all arrays of changes as many"),
         ({"change_event": np.array([2, 1, 2])}, "`change_event` must not fall"),
         ({"change_node": np.array([0, 1, 3])}, "`change_node` must count the nodes from 0"),
         ({"change_delta": np.array([-1, 2, 1])}, "`change_delta` must be +1, -1 in turn"),
-        ({"change_delta": np.array([-1, 1, -1])}, "`change_delta` must be +1, -1 in turn"),
     ],
 )
 def test_wrong_arrays_of_a_trace(changes, line, tmp_path):

@@ -1,7 +1,10 @@
 """The last step of the data: to the device, a batch ahead, and finished there."""
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +109,38 @@ def test_what_goes_wrong_on_the_way_is_raised_where_it_is_taken(stage, copies):
     next(fed)
     with pytest.raises(RuntimeError, match="CUDA error"):
         next(fed)
+
+
+class Stream:
+    has_failed = False
+
+    def record_event(self):
+        return "mark"
+
+    def query(self):
+        if self.has_failed:
+            raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_memory_is_free_after_a_pass_unless_the_device_has_failed(monkeypatch, has_failed):
+    """To free it would abort the process then."""
+    stream = Stream()
+    monkeypatch.setattr(feed_module, "_side_stream", lambda device: stream)
+    gpu = SimpleNamespace(module=SimpleNamespace(stream=nullcontext))
+    monkeypatch.setattr(feed_module, "accelerator_of", lambda _: gpu)
+    copies = feed_module.Copies(torch.device("cpu"))
+    pinned = torch.zeros(2)
+    copies.send(pinned)
+    memory = weakref.ref(pinned)
+    del pinned
+    assert memory() is not None
+    stream.has_failed = has_failed
+    with suppress(RuntimeError):
+        copies.forget()
+    assert (memory() is not None) == has_failed
+    stream.has_failed = False
+    copies.forget()
 
 
 class Images:

@@ -97,6 +97,21 @@ def test_who_has_joined_in_vain_begins_anew() -> None:
     assert dist.distributed_c10d._world.group_count == 0  # who counts on never meets others
 
 
+def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups.join_group(alone("x"), "gloo", timeout_s=5)
+
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "another")
+    monkeypatch.setattr(dist, "destroy_process_group", broken)
+    groups.leave_group()
+    assert not dist.is_initialized()
+    monkeypatch.undo()
+    groups.join_group(alone("x"), "gloo", timeout_s=5)
+    groups.leave_group()
+
+
 @pytest.mark.filterwarnings("ignore:Local rank information")
 def test_ignite_goes_by_the_present_group() -> None:
     idist = pytest.importorskip("ignite.distributed")

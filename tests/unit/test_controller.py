@@ -242,6 +242,18 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
 
 
+def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
+    world = World(num_devices=2, trials=1, paradigm="elastic", moves_within_epochs=True)
+    world.tell(reached(0, "s", movable=True), rate(0))
+    world.tell(plan_of({0: (1,)}))
+    world.end(0, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (1,)
+    assert world.tell(reached(run_id, "s", movable=True)) == []
+    (allocate,) = world.tell(reached(run_id, "another", movable=True), rate(run_id))
+    assert isinstance(allocate, Allocate)
+
+
 @pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
 def test_a_round_ends_when_fewer_than_alpha_of_its_devices_are_active(
     ended: int, decides: bool

@@ -532,7 +532,7 @@ def play_out(world: World) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     devices=st.integers(1, 6),

@@ -123,7 +123,7 @@ def is_disturbed(trial: Any, *, folder: Path, how: signal.Signals, driver: int) 
     return last
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGINT])
 def test_a_trial_that_loses_a_stage_goes_on_from_its_last_checkpoint_and_others_go_on(
     watched: Any,
     undisturbed: FrozenTrial,

@@ -143,33 +143,6 @@ def test_whatever_the_speeds_and_latencies_are(data):
     assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
 
 
-def first(output, targets):
-    return output
-
-
-@pytest.mark.parametrize("distance", [0, 2, 4])
-def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
-    # Every start and every push is checked as it happens: here, that the checks saw extremes.
-    # Layers that do nothing, as this is about who waits for whom.
-    wsp = WaveSynchronous(2, distance)
-    plan = blueprint(
-        wsp, (1,), (1,), model=nn.Sequential(nn.Identity(), nn.Identity()), loss=first
-    )
-    nothing = torch.zeros(())
-    run = train(plan, 1000, batches=lambda *_: (nothing, nothing), pass_s=paces(1, 1.9))
-    by_stage = {}
-    for address, done in run.passes:
-        if done.turn.what is Pass.FORWARD:
-            key = (address.worker, done.turn.number)
-            by_stage.setdefault(key, []).append(done.tag)
-    assert all(len(set(tags)) == 1 for tags in by_stage.values())  # the same on all stages
-    missing = [p - 1 - tag.clock * wsp.wave_size for _, p, tag in run.starts]
-    assert max(missing) == wsp.global_staleness
-    assert max(p - 1 - tag.local for _, p, tag in run.starts) == wsp.wave_size - 1
-    assert all(server.clock == 1000 for server in run.workers.servers.values())
-    assert all(len(server._snapshots) <= distance + 4 for server in run.workers.servers.values())
-
-
 @settings(max_examples=20)
 @given(
     st.lists(st.lists(st.floats(0.3, 3), min_size=1, max_size=3), min_size=1, max_size=2),

@@ -45,22 +45,6 @@ class Both:
             time.sleep(2e-3)
 
 
-class Nosy(Both):
-    """Writes its process id into its data, and says which it found there."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.owner = torch.zeros(LENGTH, dtype=torch.int64)
-
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        self.meet(index)
-        found, self.owner[0] = self.owner[0].item(), os.getpid()
-        return found, os.getpid()
-
-
 class Summed(Both):
     """Each sample takes all of the data, so that whoever makes one has all of its pages."""
 
@@ -122,13 +106,3 @@ def test_preprocessors_share_the_memory_of_a_data_set(tmp_path):
     for memory in memories:
         assert memory["Private_Dirty"] < 40 * MB
         assert memory["Shared_Dirty"] + memory["Shared_Clean"] > 64 * MB
-
-
-def test_what_a_data_set_writes_into_itself_stays_in_its_process(tmp_path):
-    with serving(SharedPipeline(val=Nosy(tmp_path)), chunk_bytes=100) as agent:
-        [(found, pids)] = read(agent)
-        assert set(pids.tolist()) == set(agent.pids())
-        assert len(agent.pids()) == 2
-    first_of_each = 2
-    assert (found == pids).sum() == len(pids) - first_of_each
-    assert (found == 0).sum() == first_of_each

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from pipeline_datasets import Counted, each_was_made
-from pipeline_harness import MAX_DEATHS, Forked, permutation, serving
+from pipeline_harness import MAX_DEATHS, Forked, labels, permutation, serving
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -31,11 +31,6 @@ class Broken(Counted):
         if index in self.bad:
             raise ValueError(f"number {index} is broken")
         return super().__getitem__(index)
-
-
-def labels(client, name="train", **arguments):
-    batches = client.read(name, **{"epoch": 0, "batch_size": 7, **arguments})
-    return [label for batch in batches for label in batch.data[1].tolist()]
 
 
 # -- samples that raise ---------------------------------------------------------------------------
@@ -212,8 +207,7 @@ _IN_NAMESPACE = """
 import contextlib, os, sys
 sys.path[:0] = {path!r}
 from pipeline_datasets import Counted
-from pipeline_harness import permutation, serving
-from behaviour.test_pipeline_faults import labels
+from pipeline_harness import labels, permutation, serving
 from optuna_fleet import FleetConfigError, SharedPipeline
 
 with serving(SharedPipeline(train=Counted(150)), chunk_bytes=1000) as agent:

@@ -18,16 +18,10 @@ from pipeline_datasets import (
     Unloadable,
     each_was_made,
 )
-from pipeline_harness import MAX_DEATHS, Forked, permutation, serving, vanish
+from pipeline_harness import MAX_DEATHS, Forked, labels, permutation, serving, vanish
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.exceptions import PreprocessingError
-
-
-def labels(client, name="train", **arguments):
-    """The second leaf of every batch, in order."""
-    batches = client.read(name, **{"epoch": 0, "batch_size": 7, **arguments})
-    return [label for batch in batches for label in batch.data[1].tolist()]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 150])

@@ -1,4 +1,4 @@
-"""The scheduler: examples, and any sequence of events."""
+"""The scheduler of chunks: any sequence of events."""
 
 from itertools import pairwise
 
