@@ -16,8 +16,8 @@ from pipeline_datasets import LENGTH, mapped
 from pipeline_harness import Forked
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.preprocessor.comparing import same
 from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
+from optuna_fleet.pipeline.preprocessor.stages import same
 from optuna_fleet.pipeline.server.server import PipelineServer
 
 
