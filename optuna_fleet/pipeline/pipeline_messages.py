@@ -164,7 +164,7 @@ class SampleMeasured:
 
     name: str
     sample_bytes: int
-    header_bytes: int
+    header_bytes: int = 0
     is_repeatable: bool = True
     are_rows: bool = False
     has_failed: bool = False

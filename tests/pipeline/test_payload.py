@@ -11,8 +11,8 @@ import pytest
 import torch
 from pipeline_datasets import LENGTH, mapped
 
-from optuna_fleet.pipeline.preprocessor.comparing import same
 from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
+from optuna_fleet.pipeline.preprocessor.stages import same
 
 
 def travelled(value):

@@ -35,13 +35,6 @@ _libc.mmap.argtypes = (
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
-def map_privately(fd: int) -> memoryview:
-    """Returns the bytes of a file, mapped copy-on-write; they outlive the descriptor."""
-    nbytes = os.fstat(fd).st_size
-    memory, shift = map_aligned((fd, nbytes), flags=mmap.MAP_PRIVATE)
-    return memoryview(memory)[shift : shift + nbytes]
-
-
 def map_aligned(file: tuple[int, int], *, flags: int) -> tuple[mmap.mmap, int]:
     """Maps a file of this descriptor and size, from a multiple of the huge page on.
 

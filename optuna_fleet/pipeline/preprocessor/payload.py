@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import mmap
 import os
 import pickle
 import struct
@@ -24,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from optuna_fleet.exceptions import FleetError
-from optuna_fleet.pipeline.chunks.arena import map_privately
 from optuna_fleet.pipeline.preprocessor.order import is_generator
 from optuna_fleet.pipeline.preprocessor.source import Generator, Source
 from optuna_fleet.wire import packing
@@ -121,7 +121,7 @@ class Payload:
         Raises:
             Exception: It can't be unpickled here.
         """
-        return unpack(map_privately(self.descriptor))
+        return unpack(memoryview(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE)))
 
     def __reduce__(self) -> Any:
         return _opened, (self.path,)

@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError
-from optuna_fleet.pipeline.preprocessor.comparing import comes_again
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.iterable import Stream
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.pipeline.preprocessor.stages import comes_again
 from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
 
 MAX_SUBSTITUTES = 16

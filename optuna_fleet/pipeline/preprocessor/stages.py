@@ -1,13 +1,13 @@
-"""What the user says of a data set's preprocessing: what is always the same, random, elementwise.
-
-What is always the same is kept for all epochs; it is tried once, where the data sets come from.
-"""
+"""Whether samples come again, and stages do what they must: tried before anything relies on it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, check_samplers, watched
@@ -59,7 +59,6 @@ def _problem(stages: Stages, tried: Sequence[tuple[Any, bool]], *, collates: boo
     ``tried`` is what was prepared in two epochs, and whether random numbers were drawn for it.
     """
     from optuna_fleet.pipeline.chunks.chunk_view import copied
-    from optuna_fleet.pipeline.preprocessor.comparing import same
 
     what = "`prepare` gives" if stages.prepare else "dataset[index], without a `prepare`,"
     (prepared, drew), (again, _) = tried
@@ -87,7 +86,6 @@ def _is_elementwise(finish: Callable[[Any], Any] | None, sample: Any) -> bool:
     from torch.utils.data import default_collate
 
     from optuna_fleet.pipeline.chunks.chunk_view import copied
-    from optuna_fleet.pipeline.preprocessor.comparing import same
 
     if finish is None:
         return True
@@ -106,3 +104,47 @@ def _listed(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: _listed(item) for key, item in batch.items()}
     return list(map(_listed, batch)) if type(batch) in (tuple, list) else batch
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two samples are of the same structure, types and bits.
+
+    Objects that are no tensors, arrays or numbers must be equal by ``==``.
+    """
+    import torch  # the script's process need not pay for it
+
+    if type(left) is not type(right):
+        return False
+    if type(left) is dict:
+        return [*left] == [*right] and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, torch.Tensor):
+        looks = ("dtype", "shape", "device", "layout", "requires_grad")
+        if any(getattr(left, look) != getattr(right, look) for look in looks):
+            return False
+        plain = (each.detach().as_subclass(torch.Tensor).contiguous() for each in (left, right))
+        bits = (each.reshape(-1).view(torch.uint8) for each in plain)
+        # What tv_tensors know beside their values: the format and canvas of boxes.
+        return vars(left) == vars(right) and torch.equal(*bits)
+    if isinstance(left, (np.ndarray, np.generic)):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        is_equal = (left == right).all() if left.dtype.hasobject else None
+        return left.tobytes() == right.tobytes() if is_equal is None else bool(is_equal)
+    return bool(left == right or (left != left and right != right))
+
+
+def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
+    """Returns whether a sample that is made again is the same, or can't be told to be another.
+
+    Objects without an ``__eq__`` of their own equal only themselves: they are compared as pickled.
+    """
+    from optuna_fleet.pipeline.chunks.pickling import dumps_outside
+
+    try:
+        before = copy.deepcopy(sample)  # making it again may write into it
+        again = copy.deepcopy(make())  # as a set in it may come in another order then
+        return same(before, again) or dumps_outside(before) == dumps_outside(again)
+    except Exception:
+        return True  # of the moment, perhaps: it says nothing of the sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -30,6 +31,15 @@ FromAgent = PassOpened | ChunkReady | ReleaseChunks | ChunkFailed
 """What the agent says of a pass."""
 
 
+@dataclass(slots=True)
+class _Held:
+    """A chunk, its place in the arena if it is no copy, and how often it was spared."""
+
+    view: ChunkView
+    place: tuple[int, int] | None
+    num_spared: int = 0
+
+
 class OpenedPass:
     """Reads the chunks of an epoch; for the process that began it.
 
@@ -37,18 +47,19 @@ class OpenedPass:
         chunk_size: Samples of a chunk; 0 until the agent has told it.
         num_ahead: Chunks that may be asked for ahead.
         is_open: It was not closed, nor was the client.
+        has_spared: There are chunks that are to be given back later.
     """
 
     def __init__(self, client: PipelineClient, number: int) -> None:
         self.chunk_size = 0
         self.num_ahead = 1
         self.is_open = True
+        self.has_spared = False
         self._client = client
         self._number = number
         self._cursor = 0
         self._pid = os.getpid()
-        self._chunks: dict[int, ChunkView] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # in the arena, of those that are no copies
+        self._held: dict[int, _Held] = {}
         self._errors: dict[int, ChunkError] = {}
 
     def advance(
@@ -69,7 +80,7 @@ class OpenedPass:
         """Returns whether a chunk (or the news of its failure) was taken in; takes in nothing."""
         if not self.is_open:
             raise agent_gone()  # the reader was closed
-        return chunk in self._chunks or chunk in self._errors
+        return chunk in self._held or chunk in self._errors
 
     def take(self, chunk: int) -> ChunkView:
         """Waits for a chunk that was asked for.
@@ -81,29 +92,30 @@ class OpenedPass:
             self._client.wait_until(lambda: self.has(chunk))
         if chunk in self._errors:
             raise PreprocessingError(self._errors[chunk].text())
-        return self._chunks[chunk]
+        return self._held[chunk].view
 
-    def let_go(self, chunks: Iterable[int], *, patient: bool) -> list[int]:
-        """Has chunks be written anew; returns those of them of which the agent may be told.
+    def let_go(self, before: float, *, patience: int = 0) -> list[int]:
+        """Gives back all chunks before one; returns those of them of which the agent is to hear.
 
-        Args:
-            chunks: What is needed no more.
-            patient: Not those of which the user has a view: the next batch is asked for while the
-                last one is still bound to the loop's variables. Otherwise they are kept for him.
+        What the user has a view of becomes this process' own, but not the first ``patience``
+        times: the next batch is asked for while the last one is still bound to the loop's
+        variables.
         """
         if not self.is_open:
             raise agent_gone()
-        gone = []
-        for chunk in chunks:
-            view = self._chunks.get(chunk)
-            if view is not None and view.is_used():
-                if patient:
+        gone, self.has_spared = [], False
+        for chunk, held in [*self._held.items()]:
+            if chunk >= before:
+                continue
+            if held.view.is_used():
+                if held.num_spared < patience:
+                    held.num_spared += 1
+                    self.has_spared = True
                     continue
-                self._keep(chunk)
-            elif chunk in self._places:
-                self._client.mapping.clean(*self._places[chunk])
-            self._chunks.pop(chunk, None)
-            self._places.pop(chunk, None)
+                self._keep(held)
+            elif held.place is not None:
+                self._client.mapping.clean(*held.place)
+            del self._held[chunk]
             gone.append(chunk)
         return gone
 
@@ -113,7 +125,7 @@ class OpenedPass:
         # in the parent; or when the agent is gone.
         if not self.is_open or self._pid != os.getpid():
             return
-        self.let_go(list(self._chunks), patient=False)
+        self.let_go(math.inf)
         self.is_open = False
         self._client.forget(self._number)
         closing = ClosePass(pass_id=self._number, num_consumed=num_consumed, waited_s=waited_s)
@@ -134,27 +146,27 @@ class OpenedPass:
 
     def _view(self, ready: ChunkReady) -> None:
         _, chunk, address, nbytes, brief = ready
-        if chunk not in self._chunks:
+        if chunk not in self._held:
             found = None if brief else self._client.mapping.lend(address, nbytes)
-            if found is not None:
-                self._places[chunk] = address, nbytes
-            else:
+            place = None if found is None else (address, nbytes)
+            if found is None:
                 found = self._client.mapping.copy(address, nbytes)
-            self._chunks[chunk] = ChunkView(found)
-        if chunk not in self._places:
+            self._held[chunk] = _Held(ChunkView(found), place)
+        if self._held[chunk].place is None:
             self.advance(self._cursor, released=[chunk])
 
     def _give_back(self) -> None:
         """Memory is short: what is in the arena becomes the process' own."""
-        chunks = tuple(self._places)
-        for chunk in chunks:
-            self._keep(chunk)
-        self._places.clear()
-        self.advance(self._cursor, released=chunks)
+        lent = [chunk for chunk, held in self._held.items() if held.place is not None]
+        for chunk in lent:
+            self._keep(self._held[chunk])
+        self.advance(self._cursor, released=lent)  # interrupted before, it is all done again
+        for chunk in lent:
+            self._held[chunk].place = None
 
-    def _keep(self, chunk: int) -> None:
-        if chunk in self._places:
-            self._client.mapping.keep(self._places[chunk][0], self._chunks[chunk].chunk)
+    def _keep(self, held: _Held) -> None:
+        if held.place is not None:
+            self._client.mapping.keep(held.place[0], held.view.chunk)
 
 
 def agent_gone() -> PipelineLostError:
@@ -225,7 +237,6 @@ class _Reading:
         self._coming = self._all_chunks()  # that were not asked for yet
         self._asked: list[int] = []  # in order, from the first of the current step on
         self._needed = range(0)
-        self._over: dict[int, int] = {}  # chunks that were needed, and for how many steps not
 
     def parts(self, step: int) -> list[Part]:
         """Returns the pieces of chunks that make up this rank's share of a step."""
@@ -233,7 +244,7 @@ class _Reading:
         if start == stop:
             return []
         needed = self._chunks(start, stop)
-        if self._over or needed != self._needed:  # else nothing changes
+        if self._opened.has_spared or needed != self._needed:  # else nothing changes
             self._advance(needed)
         size = self._opened.chunk_size
         return [
@@ -270,7 +281,6 @@ class _Reading:
         """Tells the agent what changed, if anything did."""
         cursor, has_moved = needed[0], needed[:1] != self._needed[:1]
         self._needed = needed
-        self._over |= {chunk: 0 for chunk in self._asked if chunk < cursor}
         kept = [chunk for chunk in self._asked if chunk >= cursor]
         num_new = len(needed) + self._opened.num_ahead - len(kept)
         new = [*islice(self._coming, max(num_new, 0))]
@@ -278,7 +288,7 @@ class _Reading:
         if not all(map(self._opened.has, needed)):
             self._client.hear()
         missing = [chunk for chunk in needed if not self._opened.has(chunk)]
-        released = self._let_go()
+        released = self._opened.let_go(cursor, patience=_PATIENCE)
         if missing or new or released or has_moved:
             self._opened.advance(
                 cursor,
@@ -287,11 +297,3 @@ class _Reading:
                 released=released,
                 num_consumed=self._take_consumed(),
             )
-
-    def _let_go(self) -> list[int]:
-        """Lets go of what is needed no more; of what the user has views of, later."""
-        released = self._opened.let_go(self._over, patient=True)
-        late = [c for c, steps in self._over.items() if steps >= _PATIENCE and c not in released]
-        released += self._opened.let_go(late, patient=False)
-        self._over = {c: n + 1 for c, n in self._over.items() if c not in released}
-        return released

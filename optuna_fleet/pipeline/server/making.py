@@ -6,7 +6,6 @@ import os
 import selectors
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -121,8 +120,7 @@ class Making:
         self._unfetched: set[ChunkKey] = set()  # that did not come
         self._unmeasured: set[str] = set()
         self._measuring: set[str] = set()
-        self._failures: Counter[str] = Counter()  # of measuring
-        self._measure_at_s: dict[str, float] = {}  # again, where it has failed
+        self._failed: dict[str, tuple[int, float]] = {}  # measuring: how often, and when again
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
         self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
         self._judged = self.counts.use
@@ -142,8 +140,8 @@ class Making:
     def knows(self, name: str) -> bool:
         """Returns whether it is known how to cut a data set; if not, that is found out."""
         is_known = name in self.scheduler.sizes
-        is_due = self._clock() >= self._measure_at_s.get(name, float("-inf"))
-        if not is_known and name not in self._measuring and is_due:
+        due_s = self._failed.get(name, (0, 0.0))[1]
+        if not (is_known or name in self._measuring or self._clock() < due_s):
             self._unmeasured.add(name)
         return is_known
 
@@ -354,10 +352,7 @@ class Making:
         match work:
             case MeasureSample(name=name):
                 guess = limits.guess_sample_bytes(self.chunk_bytes)
-                lost = SampleMeasured(
-                    name=name, sample_bytes=guess, header_bytes=0, has_failed=True
-                )
-                self._measured(lost)
+                self._measured(SampleMeasured(name=name, sample_bytes=guess, has_failed=True))
             case ProduceChunk(key=key) if key in self._fetched:
                 self._not_fetched(key)
             case ProduceChunk(key=key):
@@ -369,12 +364,9 @@ class Making:
 
         Not at once where other nodes measure too: what is amiss may be over in a moment.
         """
-        self._failures[name] += 1
+        times = self._failed.get(name, (0, 0.0))[0] + 1
         is_shared = self._peers is not None and self._peers.plan.is_shared
-        if self._failures[name] < MAX_DEATHS:
-            pause_s = MEASURE_AGAIN_S * self._failures[name] if is_shared else 0.0
-            self._measure_at_s[name] = self._clock() + pause_s
-            return True
-        if is_shared:
+        self._failed[name] = times, self._clock() + is_shared * times * MEASURE_AGAIN_S
+        if is_shared and times == MAX_DEATHS:
             self.notices.unmeasured(name)
-        return False
+        return times < MAX_DEATHS
