@@ -72,7 +72,7 @@ class Yard:
         """
         self._chunk_s = chunk_s
         while self.readers:
-            waits = self.server.num_stalled() >= len(self.readers)
+            waits = self._num_stalled() >= len(self.readers)
             for key in self._ready(waits, not waits):
                 self._handle(key)
                 break  # what others said may have to wait now
@@ -100,9 +100,13 @@ class Yard:
 
     def _delivered(self, message: object) -> None:
         # A chunk that was heard together with one that a reader waited for takes no time itself.
-        if self.server.num_stalled():
+        if self._num_stalled():
             self.now_s += self._chunk_s(len(self.server.preprocessor_pids))
         self._deliver(message)
+
+    def _num_stalled(self) -> int:
+        """How many passes wait for data, or for their first answer."""
+        return len(self.server._scheduler.stalled) + len(self.server._unopened)
 
     @property
     def _pool(self) -> Any:

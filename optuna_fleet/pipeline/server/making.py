@@ -326,7 +326,6 @@ class Making:
     def _count(self, message: ChunkProduced) -> None:
         key, counts = message.key, self.counts
         counts.preprocessed += message.num_samples
-        counts.busy_s += message.busy_s
         counts.num_loaded += message.num_loaded
         self.notices.count(key.name, message.num_samples, message.busy_s)
         if key.owner is None and self._was_made(key):

@@ -116,10 +116,6 @@ class PipelineServer:
         """Pids of the preprocessors that run."""
         return self._making.workers.pids
 
-    def num_stalled(self) -> int:
-        """Returns how many passes wait for data, or for their first answer."""
-        return len(self._scheduler.stalled) + len(self._unopened)
-
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
         return self._making.stats()
@@ -150,9 +146,7 @@ class PipelineServer:
             case AskForStats():
                 self._readers[reader_id].send(self.stats())
             case ClosePass():
-                counts = self._making.counts
-                counts.consumed += message.num_consumed
-                counts.waited_s += message.waited_s
+                self._making.counts.consumed += message.num_consumed
                 self._end_pass((reader_id, message.pass_id))
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")

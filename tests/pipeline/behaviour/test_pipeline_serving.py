@@ -331,8 +331,8 @@ def test_waiting_is_measured(agent):
     labels(client, epoch=30)
     assert ends[-1] == client.waited_s > 0
     assert ends[::2] == [0.0, *ends[1:-1:2]]  # each wait begins where the one before ended
-    assert agent.stats().waited_s > 0
-    assert agent.stats().busy_s > 0
+    assert agent.stats().use.stalled_s > 0
+    assert agent.stats().use.busy_s > 0
 
 
 def test_nothing_is_left_in_shared_memory():
