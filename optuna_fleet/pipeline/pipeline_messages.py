@@ -72,11 +72,10 @@ class Advance(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosePass:
-    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data."""
+    """A pass ended, early or not: what it held is free."""
 
     pass_id: int
     num_consumed: int
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,8 +71,6 @@ class PipelineStats:
     Attributes:
         preprocessed: Samples preprocessed, repetitions included.
         consumed: Samples that trials consumed, as reported with each chunk.
-        busy_s: Seconds preprocessors spent on chunks, summed over them.
-        waited_s: Seconds trainers waited for data, summed over them.
         resident_bytes: Bytes of preprocessed data now, in memory or in the ``spill_dir``.
         peak_bytes: The most that it has been, on any one node.
         num_dropped: Chunks dropped to make room, or as nobody would come to them.
@@ -88,8 +86,6 @@ class PipelineStats:
 
     preprocessed: int = 0
     consumed: int = 0
-    busy_s: float = 0.0
-    waited_s: float = 0.0
     resident_bytes: int = 0
     peak_bytes: int = 0
     num_dropped: int = 0

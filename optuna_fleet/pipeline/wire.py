@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import pickle
 import selectors
@@ -14,9 +13,6 @@ from optuna_fleet.exceptions import ProtocolError
 
 MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""
-
-_SHORT = {errno.ENOBUFS, errno.ENOMEM}
-"""Errors of sending that may be over when others have read what was sent to them."""
 
 _MOST_AT_ONCE = 64
 """Messages of one peer, before the others have their turn."""
@@ -64,9 +60,14 @@ def receive(sock: socket.socket, flags: int = 0) -> object:
         raise EOFError from None
 
 
-def ports(selector: selectors.BaseSelector) -> list[Port]:
-    """Returns those that are registered with a selector: all that are open."""
-    return [key.data for key in selector.get_map().values() if isinstance(key.data, Port)]
+def close_ports_in_child(selector: selectors.BaseSelector) -> None:
+    """Closes a forked child's copies of the ports; the selector itself is shared: leave it.
+
+    The child could write what others read, and would hide the death of its siblings.
+    """
+    for key in selector.get_map().values():
+        if isinstance(key.data, Port):
+            key.data.sock.close()
 
 
 class Port:
@@ -88,13 +89,12 @@ class Port:
         on_message: Callable[[object], None],
         on_close: Callable[[], None],
     ) -> None:
-        self._sock = sock
+        self.sock = sock
         self._selector = selector
         self._on_message = on_message
         self._on_close = on_close
         self._queue: deque[bytes] = deque()
         self._is_open = True
-        self._is_held_up = False
         self._is_broken = False
         self._events = selectors.EVENT_READ
         sock.setblocking(False)
@@ -121,27 +121,18 @@ class Port:
         while self._is_open and self._hear():
             pass
 
-    def resume(self) -> None:
-        """Tries again to send what could not be sent for want of memory."""
-        if self._is_held_up:
-            self._flush()
-
     def close(self) -> None:
         """Unregisters and closes the socket; what was queued is dropped."""
         if self._is_open:
             self._is_open = False
-            self._selector.unregister(self._sock)
-            self._sock.close()
+            self._selector.unregister(self.sock)
+            self.sock.close()
             self._queue.clear()
-
-    def close_in_child(self) -> None:
-        """Closes a forked child's copy of the socket; the selector is shared: leave it."""
-        self._sock.close()
 
     def _hear(self) -> bool:
         """Delivers one message, if one is there; the selector tells of the next."""
         try:
-            packet = self._sock.recv(MAX_PACKET)
+            packet = self.sock.recv(MAX_PACKET)
         except BlockingIOError:
             return False
         except OSError:
@@ -157,10 +148,9 @@ class Port:
         return True
 
     def _flush(self) -> None:
-        self._is_held_up = False
         while self._is_open and self._queue:
             try:
-                self._sock.send(self._queue[0])
+                self.sock.send(self._queue[0])
             except BlockingIOError:
                 break
             except (BrokenPipeError, ConnectionResetError):
@@ -168,18 +158,14 @@ class Port:
                 # reports the death.
                 self._queue.clear()
                 break
-            except OSError as error:
-                if error.errno in _SHORT:
-                    self._is_held_up = True
-                else:
-                    self._break("it can't be written to")
+            except OSError:
+                self._break("it can't be written to")
                 break
             self._queue.popleft()
-        # The socket may be ready all the time that something else is short.
-        write = selectors.EVENT_WRITE if self._queue and not self._is_held_up else 0
+        write = selectors.EVENT_WRITE if self._queue else 0
         if self._is_open and self._events != selectors.EVENT_READ | write:
             self._events = selectors.EVENT_READ | write
-            self._selector.modify(self._sock, self._events, self)
+            self._selector.modify(self.sock, self._events, self)
 
     def _break(self, why: str) -> None:
         _logger.exception("A connection of the pipeline is given up: %s.", why)
@@ -187,6 +173,6 @@ class Port:
         self._is_broken = True
         if self._is_open:
             try:
-                self._sock.shutdown(socket.SHUT_WR)
+                self.sock.shutdown(socket.SHUT_WR)
             except OSError:
                 return  # it is gone: its end of stream is read next

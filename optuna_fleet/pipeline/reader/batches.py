@@ -119,7 +119,7 @@ class OpenedPass:
             gone.append(chunk)
         return gone
 
-    def close(self, *, num_consumed: int = 0, waited_s: float = 0.0) -> None:
+    def close(self, *, num_consumed: int = 0) -> None:
         """Ends it, at its end or before; the agent may drop its chunks. See `ClosePass`."""
         # A generator can be collected in a process that the user's code forked, whose loop goes on
         # in the parent; or when the agent is gone.
@@ -128,7 +128,7 @@ class OpenedPass:
         self.let_go(math.inf)
         self.is_open = False
         self._client.forget(self._number)
-        closing = ClosePass(pass_id=self._number, num_consumed=num_consumed, waited_s=waited_s)
+        closing = ClosePass(pass_id=self._number, num_consumed=num_consumed)
         with suppress(PipelineLostError):
             self._client.send(closing)
 
@@ -231,7 +231,6 @@ class _Reading:
         self.consumed = 0
         self._client = client
         self._plan = plan
-        self._waited_s = client.waited_s
         start = plan.first_step * plan.batch_size
         self._opened = client.open_pass(plan.name, plan.epoch, start, continues=plan.continues)
         self._coming = self._all_chunks()  # that were not asked for yet
@@ -258,8 +257,7 @@ class _Reading:
 
     def close(self) -> None:
         """Ends the pass and reports it."""
-        waited_s = self._client.waited_s - self._waited_s
-        self._opened.close(num_consumed=self._take_consumed(), waited_s=waited_s)
+        self._opened.close(num_consumed=self._take_consumed())
 
     def _take_consumed(self) -> int:
         consumed, self.consumed = self.consumed, 0

@@ -32,6 +32,7 @@ from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
 from optuna_fleet.pipeline.server.workers import FETCHER, MAKER, Kind, Spawn, Work, Workers
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, choose_chunk_size
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
+from optuna_fleet.pipeline.wire import close_ports_in_child
 
 NUM_FETCHERS = 4
 """Chunks that are asked of other nodes at a time; who waits for one is no preprocessor."""
@@ -80,14 +81,13 @@ class Making:
         *,
         spawn: Spawn,
         selector: selectors.BaseSelector,
-        close_in_child: Callable[[], None],
         on_idle: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
     ) -> None:
         assert setup.payload is not None
         self._setup, self._payload, self._peers = setup, setup.payload, peers
-        self._close_in_child, self._on_idle, self._clock = close_in_child, on_idle, clock
+        self._selector, self._on_idle, self._clock = selector, on_idle, clock
         spec, nbytes = setup.spec, limits.budget(setup.memory_bytes, setup.spill_dir)
         kept = {dataset.name: dataset.length for dataset in spec.datasets if dataset.kept}
         self._space = Space(nbytes - (nbytes // limits.DECODED_PART if kept else 0))
@@ -251,7 +251,7 @@ class Making:
                 self._num_wanted = min(2 * self._num_wanted, self._setup.num_preprocessors)
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
-        self._close_in_child()
+        close_ports_in_child(self._selector)
         setup, peers = self._setup, self._peers
         os.nice(setup.niceness)
         # Imported in the child: the agent itself never uses torch.
@@ -328,7 +328,6 @@ class Making:
     def _count(self, message: ChunkProduced) -> None:
         key, counts = message.key, self.counts
         counts.preprocessed += message.num_samples
-        counts.busy_s += message.busy_s
         counts.num_loaded += message.num_loaded
         self.notices.count(key.name, message.num_samples, message.busy_s)
         if key.owner is None and self._was_made(key):

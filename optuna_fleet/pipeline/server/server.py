@@ -24,7 +24,7 @@ from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import EpochKey
 from optuna_fleet.pipeline.stats import PipelineStats
-from optuna_fleet.pipeline.wire import Port, ports
+from optuna_fleet.pipeline.wire import Port, close_ports_in_child
 
 _MOST_AHEAD = 16
 """Chunks that a reader may ask for before it needs them, if they are small."""
@@ -56,7 +56,6 @@ class PipelineServer:
             setup,
             spawn=spawn,
             selector=selector,
-            close_in_child=self._close_in_preprocessor,
             on_idle=self._work,
             clock=clock,
             peers=peers,
@@ -102,15 +101,13 @@ class PipelineServer:
         self._making.workers.kill_stuck(limit_s)
 
     def resume(self) -> None:
-        """Tries again what could not be done for want of processes, memory or descriptors.
+        """Tries again what could not be done for want of processes or memory.
 
         To be called now and then: nothing tells when that is over. What there is to tell the user
         is told now: what goes wrong with that is not the fault of whoever was the cause.
         """
         self._making.resume()
         self._work()
-        for port in ports(self._selector):
-            port.resume()
         while notices := self._making.notices.outbox:
             self._notify(notices.pop(0))
 
@@ -118,10 +115,6 @@ class PipelineServer:
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""
         return self._making.workers.pids
-
-    def num_stalled(self) -> int:
-        """Returns how many passes wait for data, or for their first answer."""
-        return len(self._scheduler.stalled) + len(self._unopened)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
@@ -138,16 +131,9 @@ class PipelineServer:
         self._making.close()
 
     def close_in_child(self) -> None:
-        """Closes what a forked child inherited; every trainer the agent forks must call it first.
-
-        It could otherwise write what all others read, and would hide the death of its siblings.
-        """
-        self._close_in_preprocessor()
+        """Closes what a forked child inherited: every trainer calls it first of all."""
+        close_ports_in_child(self._selector)
         self._making.close_files()
-
-    def _close_in_preprocessor(self) -> None:
-        for port in ports(self._selector):
-            port.close_in_child()
 
     # From trainers
 
@@ -160,9 +146,7 @@ class PipelineServer:
             case AskForStats():
                 self._readers[reader_id].send(self.stats())
             case ClosePass():
-                counts = self._making.counts
-                counts.consumed += message.num_consumed
-                counts.waited_s += message.waited_s
+                self._making.counts.consumed += message.num_consumed
                 self._end_pass((reader_id, message.pass_id))
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
