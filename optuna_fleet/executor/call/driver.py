@@ -93,7 +93,8 @@ class Driver:
                 if (event := runtime.inbox.get()) is None:
                     self.interrupts.check()
                 for message in runtime.heard(event) or (None,):
-                    if news := self._receiver.take(message):
+                    news = self._receiver.take(message)
+                    if news or message is None:  # also that fewer nodes are there, say
                         self._decide(news)
             self.has_freed_devices = True
             sweep.devices.end(self._journal.now())

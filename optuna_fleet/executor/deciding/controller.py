@@ -142,12 +142,10 @@ class Controller:
                 self._state.join(event.device.index)
             case TrialProposed():
                 self._trial_proposed(event)
-            case ProposalDelayed():
-                self._state.is_proposing, self._state.is_delayed = False, True
-                self._state.num_to_come = 0  # none before another trial ends
-            case ProposalsExhausted():
-                self._state.is_proposing, self._state.is_exhausted = False, True
-                self._state.num_to_come = 0
+            case ProposalDelayed() | ProposalsExhausted():
+                self._state.is_proposing, self._state.num_to_come = False, 0
+                self._state.is_delayed |= isinstance(event, ProposalDelayed)
+                self._state.is_exhausted |= isinstance(event, ProposalsExhausted)
             case PlanDecided():
                 return self._planner.carry_out(event.plan)
             case PreprocessingMeasured():
@@ -171,7 +169,7 @@ class Controller:
             case RankEnded():
                 return self._rank_ended(run, event)
             case RunLingers():
-                self._state.linger(run)
+                run.lingers = True  # what it has left is free, and will be
             case RunFailed():
                 return self._abort(run, Stage.FAILED)
             case DataRequested():
@@ -223,8 +221,9 @@ class Controller:
         return self._abort(run) if trial.is_too_wide and not was_known else []
 
     def _epoch_ended(self, run: Run, trial: Trial, event: EpochEnded) -> list[Instruction]:
-        trial.epoch_ended(event.epochs_done)
-        trial.predicted_epochs = event.predicted_epochs
+        trial.epochs_done, trial.predicted_epochs = event.epochs_done, event.predicted_epochs
+        if trial.epochs_done > trial.furthest:
+            trial.losses.clear()  # they do not count any more
         if trial.model is not None:  # even if its first data was for something else
             trial.model = replace(trial.model, resumable=True)
         decision, devices = EpochDecision.GO, tuple[int, ...]()

@@ -159,7 +159,7 @@ class State:
 
         Not those of a run that will be over in a moment: one plan serves all of them.
         """
-        ending = (run.left for run in self._ending.values())
+        ending = (run.left for run in self._ending.values() if not run.lingers)
         return sorted(self.idle.difference(self.leaving, self.promised, *ending))
 
     def next_devices(self, run: Run) -> tuple[int, ...]:
@@ -234,15 +234,9 @@ class State:
         """Ends a run on one device."""
         run.endings[device] = ending
         del self.run_on[device]
-        if not run.lingers:
-            self._ending[run.run_id] = run
+        self._ending[run.run_id] = run
         if device in run.surviving and not is_leaving:
             self.idle.add(device)
-
-    def linger(self, run: Run) -> None:
-        """What a run has left is free, and will be."""
-        run.lingers = True
-        self._ending.pop(run.run_id, None)
 
     def end_run(self, run: Run) -> Trial:
         """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""

@@ -196,12 +196,6 @@ class Trial:
         """The nodes of its losses."""
         return frozenset().union(*self.losses)
 
-    def epoch_ended(self, epochs_done: int) -> None:
-        """It has done so many epochs: if never before, its losses do not count any more."""
-        self.epochs_done = epochs_done
-        if epochs_done > self.furthest:
-            self.losses.clear()
-
     @property
     def is_too_wide(self) -> bool:
         """Whether it has more devices than it has shown that it may have."""
