@@ -8,7 +8,7 @@ Others use `Pipeline`, which `FleetTrial.pipeline` returns, made as its `pipelin
 - Who is where: `measuring` finds out what layers cost, `stage_placement` decides by that, with
   `partition` and `layouts`; a `construction` is what one rank has of it.
 - What goes between processes: parts of batches (`minibatches`) and `stage_messages`, by `edges`;
-  `parameter_server`s add up waves, and `ties` gradients of what layers share.
+  `parameter_server`s add up waves, and `sums` parts of batches.
 - `whole` is the state of a model in stages.
 """
 

@@ -18,12 +18,11 @@ from optuna_fleet.virtual_workers.parameter_server import (
     ParameterServer,
     ServerClient,
 )
-from optuna_fleet.virtual_workers.part_sums import PartSums
 from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
 from optuna_fleet.virtual_workers.stage_placement import Placement
-from optuna_fleet.virtual_workers.ties import Ties, shared_parameters
+from optuna_fleet.virtual_workers.sums import PartSums, Ties, shared_parameters
 from optuna_fleet.virtual_workers.versions import (
     Agreement,
     FlushedWeights,

@@ -24,7 +24,6 @@ from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.part_sums import has_statistics
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
 from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 from optuna_fleet.virtual_workers.stage_placement import (
@@ -35,6 +34,7 @@ from optuna_fleet.virtual_workers.stage_placement import (
     Ranks,
     TooManyDevices,
 )
+from optuna_fleet.virtual_workers.sums import has_statistics
 
 Need = Callable[[int], NoReturn]
 """Has the trial begin anew on so many devices."""

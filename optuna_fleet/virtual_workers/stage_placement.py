@@ -204,9 +204,8 @@ class Demand:
         most = stages if self.in_flight is None and len(workers) == 1 else 2 * stages - 1
         found = [self._layout(layers, name, workers, held=1)]
         if self.in_flight is not None:
-            most = min(
-                most, -(-self.in_flight // len(workers)) if self.is_flushed else self.in_flight
-            )
+            through = self.in_flight / (len(workers) if self.is_flushed else 1)
+            most = min(most, math.ceil(through))
         for held in range(most, 1, -1):
             with suppress(DoesNotFit):
                 found.append(self._layout(layers, name, workers, held))
@@ -228,9 +227,10 @@ class Demand:
         servers = Servers.LOCAL if are_local else Servers.ROUND_ROBIN
         if self.clock_distance is None:
             syncs = sync_seconds(partitions, layers, self.links, servers) if num > 1 else ()
-            most_parts = -(-in_flight // num)
-            batch_s = 2 * max(map(max, syncs), default=0.0) + max(
-                flushed_s([stage.seconds for stage in its.stages], most_parts, held)
+            # Sums go around twice, layer by layer, while others are at the layers before.
+            laps = 2 * (1 + (num - 1) / len(layers))
+            batch_s = laps * max(map(max, syncs), default=0.0) + max(
+                flushed_s([stage.seconds for stage in its.stages], -(-in_flight // num), held)
                 for its in partitions
             )
         else:

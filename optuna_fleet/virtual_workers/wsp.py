@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 
 class Tag(NamedTuple):
@@ -23,27 +23,6 @@ class Tag(NamedTuple):
 
     local: int
     clock: int
-
-
-class Schedule(Protocol):
-    """When a minibatch may start, as published bounds of staleness demand."""
-
-    @property
-    def wave_size(self) -> int:
-        """Minibatches of a wave, m."""
-
-    def least_local(self, number: int) -> int:
-        """Own updates, from the first on, that its weights contain."""
-
-    def least_clock(self, number: int) -> int:
-        """Waves of all virtual workers that its weights contain."""
-
-    def check_start(self, number: int, tag: Tag) -> None:
-        """Nothing if a minibatch may have these weights.
-
-        Raises:
-            AssertionError: It may not: a fault of the engine.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +43,14 @@ class WaveSynchronous:
     clock_distance: int | None = 0
 
     def least_local(self, number: int) -> int:
-        """All but the s_local latest ones."""
+        """Own updates, from the first on, that its weights contain: all but the s_local latest."""
         return max(0, number - self.wave_size)
 
     def least_clock(self, number: int) -> int:
-        """Only p = (c + 2) m with c >= D ever demands more than the minibatch before it."""
+        """Waves of all virtual workers that its weights contain.
+
+        Only p = (c + 2) m with c >= D ever demands more than the minibatch before it.
+        """
         if self.clock_distance is None:
             return 0
         return max(0, number // self.wave_size - 1 - self.clock_distance)
@@ -80,7 +62,11 @@ class WaveSynchronous:
         return (self.clock_distance + 2) * self.wave_size - 2
 
     def check_start(self, number: int, tag: Tag) -> None:
-        """The published bounds, and what follows from them."""
+        """The published bounds, and what follows from them.
+
+        Raises:
+            AssertionError: It may not have these weights: a fault of the engine.
+        """
         m = self.wave_size
         if self.clock_distance is None:
             _demand(tag == Tag(self.least_local(number), 0), "local staleness", number, tag)
@@ -116,6 +102,10 @@ class Flush:
     def check_start(self, number: int, tag: Tag) -> None:
         """There is nothing to choose."""
         _demand(tag == Tag(self.least_local(number), 0), "flush", number, tag)
+
+
+Schedule: TypeAlias = WaveSynchronous | Flush
+"""When a minibatch may start, as published bounds of staleness demand."""
 
 
 def tag_of(schedule: Schedule, number: int, clock: int) -> Tag:
