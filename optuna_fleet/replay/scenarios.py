@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from optuna_fleet.alloc import Allocator
 from optuna_fleet.alloc.fluid import Rates, fluid_optimum
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES, Policy, policy_of
@@ -36,7 +35,6 @@ class EnsembleScenario:
         noise: Standard deviation of the logarithm of (believed / true) rates.
         widest_known: Rates on more devices than this are estimated until a trial first flies on
             so many; 0 if all are measured in the sweep, None if all are known from the start.
-        allocator: Instead of the policy's own.
         lookahead: Trials that may wait for devices while further ones are proposed, as if their
             models were known; None for all, 0 to propose and to probe as the executor does.
         movable: Trials read ``trial.batches(..., movable=True)``: a policy that can moves them
@@ -51,7 +49,6 @@ class EnsembleScenario:
     seed: int = 0
     noise: float = 0.0
     widest_known: int | None = None
-    allocator: Allocator | None = None
     lookahead: int | None = None
     movable: bool = False
     rules: Rules | None = None
@@ -60,7 +57,6 @@ class EnsembleScenario:
         """Simulate."""
         named = policy_of(self.policy)
         lookahead = len(self.trials) if self.lookahead is None else self.lookahead
-        allocator = self.allocator or named.new_allocator(self.seed)
         policy = named.rules(lookahead=lookahead)
         policy = replace(policy, moves_within_epochs=policy.moves_within_epochs and self.movable)
         fleet = self._fleet()
@@ -68,6 +64,7 @@ class EnsembleScenario:
             self.trials, fleet.kinds, noise=self.noise, seed=self.seed, widest=self.widest_known
         )
         rules = self.rules or Rules(coupled=named.is_coupled)
+        allocator = named.new_allocator(self.seed)
         simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
         everything = FleetChange(time_s=0.0, joined=tuple(range(len(fleet))))
         return simulation.run(iter([everything]))

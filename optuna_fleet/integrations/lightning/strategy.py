@@ -196,12 +196,6 @@ class _Progress:
         self.is_restored = False
         self._trainer: Any = trainer  # which types do not say all of
 
-    @property
-    def kept(self) -> list[Callback]:
-        """Callbacks that say what they hold, so that it moves along."""
-        with_hooks = self._with_hooks()
-        return [c for c in self._trainer.callbacks if c in with_hooks or c.state_dict()]
-
     def state_dict(self) -> dict[str, Any]:
         """Where the loops are, between two epochs, and what callbacks and metrics hold."""
         loops = self._trainer.fit_loop.state_dict()
