@@ -33,7 +33,7 @@ def test_nothing_is_left_in_the_allocation_and_no_end_is_told_where_there_is_non
         hub.wait_for(lambda: hub.nodes() == sorted(NODES))
         assert {agent.told["CUDA_VISIBLE_DEVICES"] for agent in hub.agents} == {"0,1"}
         assert hub.departures == []
-    assert slurm.run("squeue", "-h", "--steps", "-j", job, "-o", "%i") == ""
+    slurm.wait_for(lambda: not slurm.run("squeue", "-h", "--steps", "-j", job, "-o", "%i"))
 
 
 @pytest.mark.parametrize(
