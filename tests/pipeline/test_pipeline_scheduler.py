@@ -117,6 +117,20 @@ def test_demand_comes_before_prefetch():
     assert order == [(1, 2), (0, 3), (0, 0), (1, 0), (0, 1), (1, 1)]
 
 
+def test_who_has_waited_longest_is_served_first():
+    scheduler = make_scheduler(budget=100)
+    for epoch, name in enumerate("abc"):
+        scheduler.open_pass((name, 0), EpochKey("train", epoch), 0)
+        scheduler.request((name, 0), 0, urgent=True)
+    order = []
+    for _ in range(5):
+        key = scheduler.assign().key
+        order.append((key.epoch, key.chunk))
+        scheduler.produced(key, PAGE)
+        scheduler.request(("abc"[key.epoch], 0), key.chunk + 1, urgent=True)
+    assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
+
+
 def test_prefetch_stays_in_the_window_the_epoch_and_the_budget():
     scheduler = make_scheduler(budget=3, window=10)
     scheduler.open_pass(("a", 0), EpochKey("train", 0), 4)
