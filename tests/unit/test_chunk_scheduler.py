@@ -220,3 +220,17 @@ class AnySequence(RuleBasedStateMachine):
 
 AnySequence.TestCase.settings = settings(max_examples=80, stateful_step_count=40, database=None)
 TestAnySequence = pytest.mark.filterwarnings("default")(AnySequence.TestCase)
+
+
+def test_who_has_waited_longest_is_served_first():
+    scheduler = make_scheduler(budget=100)
+    for epoch, name in enumerate("abc"):
+        scheduler.open_pass((name, 0), EpochKey("train", epoch), 0)
+        scheduler.request((name, 0), 0, urgent=True)
+    order = []
+    for _ in range(5):
+        key = scheduler.assign().key
+        order.append((key.epoch, key.chunk))
+        scheduler.produced(key, PAGE)
+        scheduler.request(("abc"[key.epoch], 0), key.chunk + 1, urgent=True)
+    assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
