@@ -14,8 +14,8 @@ from transformers import Trainer, TrainerCallback
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations import fleet_trial
-from optuna_fleet.integrations.transformers.trainer_parts import Evaluation, Loader, Part, Progress
-from optuna_fleet.trainer.gradients.collectives import gather
+from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged, Part
+from optuna_fleet.integrations.transformers.trainer_progress import Progress
 from optuna_fleet.trainer.trial import FleetTrial
 
 _Base: Any = object if not TYPE_CHECKING else Trainer
@@ -37,8 +37,8 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
     `ExportableState`. Trainer's own checkpoints are off.
 
     Losses of models that are told of `num_items_in_batch` are exact means over the labels that
-    count, on any number of devices; see `weighted`. What is logged is of all devices, on every
-    rank; only rank 0 is a process that logs and saves. Each rank evaluates all samples.
+    count, on any number of devices; see `weighted`. Losses and metrics are those of all devices,
+    on every rank; only rank 0 is a process that logs and saves.
 
     Args:
         trial: What the objective was given.
@@ -54,6 +54,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
 
     args: Any
     current_flos: Any
+    preprocess_logits_for_metrics: Any
     _total_loss_scalar: Any
 
     def __init__(
@@ -73,6 +74,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         self._bounds: dict[str, Any] = {"min_devices": min_devices, "max_devices": max_devices}
         self._epochs: Iterator[int] = iter(())
         self._parts: deque[Part] = deque()
+        self._num_evaluated: Any = None
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, self.fleet_trial)
         self.args = _arguments_of(self.args, self.fleet_trial.rank)
@@ -224,7 +226,10 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         found = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        if num_items_in_batch is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            self._num_evaluated = num_items_in_batch
+            return found
+        if num_items_in_batch is None:
             return found
         num_items = num_items_in_batch
         if self.fleet_trial.world_size > 1:
@@ -258,18 +263,52 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
 
     # -- evaluation -------------------------------------------------------------------------------
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer`; each rank evaluates all samples, and all have rank 0's numbers."""
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """See `Trainer`; on all ranks the outcome is that of all of them."""
         self._prepare(self.model)
-        evaluation = Evaluation(dataloader, self.accelerator.gradient_state)
-        self.fleet_trial.give_whole_batches(True)
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        preprocess = self.preprocess_logits_for_metrics
+
+        def step(inputs: Any) -> tuple[Any, Any, Any, Any]:
+            # Not all let `compute_loss` know: Seq2SeqTrainer has the model itself compute it.
+            self._num_evaluated = self._get_num_items_in_batch([inputs], self.args.device)
+            found = self.prediction_step(self.model, inputs, prediction_loss_only, ignore_keys)
+            loss, logits, labels = found
+            if preprocess is not None and logits is not None:
+                logits = preprocess(logits, labels)
+            return loss, self._num_evaluated, logits, labels
+
+        evaluation = Evaluation(
+            dataloader,
+            step,
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+            with_inputs="inputs" in self.args.include_for_metrics,
+            gradient_state=self.accelerator.gradient_state,
+        )
+        self.preprocess_logits_for_metrics = None  # it is done
         try:
-            with torch.no_grad():  # with gradients, shuffled batches would be ones to train on
-                output = super().evaluation_loop(evaluation, *args, **kwargs)
+            return super().evaluation_loop(
+                evaluation, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         finally:
-            self.fleet_trial.give_whole_batches(False)
-        numbers = {n: x for n, x in output.metrics.items() if isinstance(x, int | float)}
-        return output._replace(metrics={**output.metrics, **gather(numbers)[0]})
+            self.preprocess_logits_for_metrics = preprocess
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """See `Trainer`."""
+        if not isinstance(inputs, Merged):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        logits, labels, _ = inputs.outcome.kept
+        return inputs.outcome.loss, logits, labels
 
 
 class FleetTrainer(FleetTrainerMixin, Trainer):
