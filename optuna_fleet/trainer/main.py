@@ -55,7 +55,8 @@ _NO_TERMINAL = (
     "A debugger has no terminal in a trainer, which is another process: "
     'FleetExecutor(..., cluster="inline") runs trials one by one in your own, under your debugger.'
 )
-# With what its frames hold: to free pinned memory while the GPU has failed aborts the process.
+# Errors kept alive on purpose: freeing the pinned memory in their frames aborts the process once
+# the GPU has failed.
 _kept: list[BaseException] = []
 
 
@@ -92,7 +93,8 @@ class Trainer:
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not clean_up(collect=collect)
-                    if is_last and self._held:  # the driver counts no more on this process
+                    # The process ends, so the state it holds must be on disk first
+                    if is_last and self._held:
                         self._held[1].saver.finish()
                     self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
@@ -119,7 +121,7 @@ class Trainer:
         trial = FleetTrial(session, partial(self._training, session))
         value, error, way_out = b"", None, ""
         has_device_failed = False
-        alone = False  # at its end, while the other ranks go on
+        alone = False  # whether this rank ends while the others go on
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective.of(run)
@@ -164,7 +166,7 @@ class Trainer:
         return replace(ended, usage=usage, holds=held is not None)
 
     def _set_up_torch(self, run: RunTrial) -> None:
-        """Have ``torch``, and ``torch.distributed``, mean this trial from its first line on."""
+        """Give torch this trial's settings, seeds and process group before it begins."""
         self._objective.adopt_torch()
         if run.world_size == 1:
             from optuna_fleet.trainer.groups import join_group_of
@@ -178,7 +180,8 @@ class Trainer:
         try:
             returned = objective(trial)
         finally:
-            session.check()  # what was to unwind it does so, whatever it made of that
+            # Raise `Yielded` or `DriverGoneError` again if the objective caught it
+            session.check()
         if self._inbox.is_forked:
             sys.exit()
         return returned
@@ -191,7 +194,7 @@ class Trainer:
         return Training(session, self._pipeline, self._device.type, held)
 
     def _stand_in(self, target: str) -> Remote:
-        """For the study or storage that the objective refers to: always that of the driver."""
+        """Stands for the objective's study or storage: its calls go to the driver's."""
 
         def session() -> Session:
             assert self._session is not None
@@ -244,8 +247,8 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
 def _explained(raised: BaseException, training: Training | None) -> BaseException:
     """The exception, whose traceback begins in the objective where it comes from there.
 
-    A debugger, a model too large for a device, or what is left of a script for ``torchrun``, says
-    what to do.
+    Advice is added for a debugger, a model too large for a device, and `init_process_group` left
+    over from torchrun.
     """
     trace = raised.__traceback__
     while trace and trace.tb_next and trace.tb_frame.f_globals is globals():
@@ -267,7 +270,8 @@ def _explained(raised: BaseException, training: Training | None) -> BaseExceptio
 def _finished(value: Any, training: Training | None) -> bytes:
     """The objective's value, packed; scalar tensors become the numbers they hold.
 
-    What can't be pickled, a generator say, is no value either: Optuna is told of its type.
+    A value that can't be pickled (a generator) is replaced by its type's name, which Optuna
+    rejects with its own message.
 
     Raises:
         TrialError: The trial did not go on where it was checkpointed.

@@ -45,11 +45,11 @@ _NESTED = (
 class Training:
     """One rank's part in a run: its prepared objects, its place in the epochs, its data.
 
-    Joins the trial's process group, so every rank of a trial must make one. It goes on with what
-    an earlier run of the trial has left in this process, if that is `held`.
+    Joins the trial's process group, so every rank of a trial must make one. With `held`, the trial
+    goes on from the state that an earlier run left in this process's memory.
 
     Attributes:
-        kept: What is kept of the trial.
+        kept: The trial's state that survives moves and deaths: what checkpoints have.
         saver: Writes checkpoints.
         leaving: Saves the trial, and leaves its devices.
         loader: Its data.
@@ -97,13 +97,13 @@ class Training:
         try:
             self._join(held.content if held else None)
         except BaseException:
-            self._stop_watching()  # nobody ends what has not begun
+            self._stop_watching()  # `end` is not called on what was never made
             raise
 
     def _join(self, held: Captured | None) -> None:
-        """Join the other ranks, with what the trial goes on with: rank 0 has that."""
+        """Join the other ranks; if the trial is resumed, rank 0 reads its state and sends it."""
         if self._run.rank == 0 and self._run.resumes and held is None:
-            held = self.saver.newest()  # may fail, so before anybody waits for it
+            held = self.saver.newest()  # may fail, so it comes before the other ranks wait for it
         join_group_of(self._run, self.device.type)
         if not self._run.resumes:
             return
@@ -117,17 +117,18 @@ class Training:
         return self.in_stages is not None and self.in_stages.is_broken
 
     def end(self, *, alone: bool) -> Usage:
-        """Leave the group, unless that could take for ever; return where the time went.
+        """Leave the process group, unless that could hang; return this rank's times.
 
-        If it ends `alone`, the other ranks may not be at their end.
+        `alone`: the other ranks may still be at work.
         """
         alone = alone or self.is_broken
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
         self._stop_watching()
-        if self.leaving.held is None:  # or the file would appear when nobody expects it any more
+        # Wait for the write: else its file appears after the run is over
+        if self.leaving.held is None:
             self.saver.finish()
-        # Its peers end when the driver has heard of this. A process' end waits for nobody.
+        # If it can't leave the group alone, its process ends instead, which waits for no peer.
         self.is_stuck = alone and not can_leave_alone(self.device.type)
         if not self.is_stuck:
             leave_group()
@@ -153,7 +154,7 @@ class Training:
         kind: str | None,
         **said: Any,
     ) -> Any:
-        """See `FleetTrial.prepare`; `said` is what whoever plans is to know."""
+        """See `FleetTrial.prepare`; `said`: bounds and facts, for the allocator."""
         everything = (*objects, *named.values())
         if self.in_stages is not None:
             self.in_stages.check_beside(everything)
@@ -218,7 +219,8 @@ class Training:
         position.is_inside = False
 
     def _goes_on_after(self, epoch: int) -> bool:
-        # First what needs no other rank: one that left this epoch early is told of at once.
+        # First the call that needs no other rank: so a rank that left this epoch early shows at
+        # once.
         last_step = self._session.reports.last_step
         after: AfterEpoch = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
         self._parts.net.check()
