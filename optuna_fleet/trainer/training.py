@@ -6,6 +6,7 @@ Imports torch; a trainer imports this module when an objective first needs it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -162,7 +163,8 @@ class Training:
         if self._parts.position.reads_unprepared:
             said["max_devices"] = 1
         if said:
-            self._parts.widths.bounds = Bounds.checked(run=self._run, **said)
+            known = asdict(self._parts.widths.bounds)  # by earlier calls
+            self._parts.widths.bounds = Bounds.checked(run=self._run, **known | said)
         self._prepared.add(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything
 

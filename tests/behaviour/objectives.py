@@ -496,10 +496,18 @@ def sums_in_each_step(trial: Any, **bounds: int) -> None:
                     trial.state["seen"].append(trial.sum(loss.item()))
 
 
-def bounded(trial: Any, batch_size: int = 10, epochs: int = 20, **bounds: int) -> float:
+def bounded(
+    trial: Any,
+    batch_size: int = 10,
+    epochs: int = 20,
+    later: dict[str, int] | None = None,
+    **bounds: int,
+) -> float:
+    """What is prepared `later` has bounds of its own, which don't undo the first ones."""
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = trial.prepare(model, optimizer, **bounds)
+    trial.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer), **later or {})
     for _ in trial.epochs(epochs):
         for images, labels in trial.batches("train", batch_size=batch_size):
             train_on(trial, model, optimizer, images, labels)

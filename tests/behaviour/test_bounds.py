@@ -33,10 +33,14 @@ def test_a_trial_says_how_many_devices_it_wants(
     [
         ({"min_devices": 5}, "`min_devices` is 5, but the fleet has 4: it must not be more"),
         ({"min_devices": 3, "max_devices": 2}, "`min_devices` is 3, but `max_devices` is 2"),
+        (
+            {"min_devices": 3, "later": {"max_devices": 2}},
+            "`min_devices` is 3, but `max_devices` is 2",
+        ),
         ({"max_devices": 0}, "`max_devices` is 0, but must be a whole number >= 1, or None"),
     ],
 )
 def test_bounds_that_can_not_be_met_are_refused(
-    lab: Any, bounds: dict[str, int], complaint: str
+    lab: Any, bounds: dict[str, Any], complaint: str
 ) -> None:
     lab.refused(functools.partial(objectives.bounded, **bounds), complaint, widths=None)
