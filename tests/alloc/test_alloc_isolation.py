@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
@@ -51,6 +52,17 @@ def test_who_waits_while_it_is_closed_gets_no_plan(isolated):
     with pytest.raises(CancelledError):
         plan.result(240)
     assert allocator.allocate(GOOD).allocator == "misbehaving"
+
+
+def test_where_no_thread_can_be_started_the_plan_is_the_fallbacks(isolated, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    allocator = isolated(Misbehaving("hang"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    plan = allocator.submit(GOOD).result(0)
+    cause = "fallback: no thread can wait for a solver: can't start new thread"
+    assert (plan.allocator, plan.status) == (GreedyAllocator().name, cause)
 
 
 def test_what_the_solver_prints_is_not_taken_for_its_answer(isolated):

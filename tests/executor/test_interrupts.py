@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import time
 from typing import Any
 from unittest import mock
 
@@ -38,6 +39,37 @@ def test_a_second_control_c_leaves_at_once(owner: type, method: str, left: Trial
         after.optimize(unit, n_trials=4, executor=executor)  # no device is still busy with that
     assert states(study) == 2 * [left]
     assert states(after) == 4 * [COMPLETE]
+
+
+def test_a_second_control_c_that_comes_as_a_message_is_read_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one is no reason to leave while devices are freed, the second one is."""
+    reset, ends = Runtime.reset, []
+
+    def reset_(self: Runtime, *arguments: Any) -> bool:
+        def read() -> None:
+            if self.inbox.is_at_work:
+                signal.raise_signal(signal.SIGINT)
+            else:
+                self.inbox.call_later(0.0, read)
+
+        self.inbox.put(None)  # as the first one does
+        self.inbox.call_later(0.2, read)
+        monkeypatch.setattr(Runtime, "kill", lambda self, device: None)  # so it would wait
+        try:
+            ends.append(began := time.monotonic())
+            return reset(self, *arguments)
+        except KeyboardInterrupt:
+            ends.append(time.monotonic() - began)
+            raise
+
+    monkeypatch.setattr(Runtime, "reset", reset_)
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=1)
+    with FleetExecutor(devices=1) as executor, pytest.raises(KeyboardInterrupt):
+        optuna.create_study().optimize(objective, n_trials=1, executor=executor)
+    assert ends[1:]
+    assert ends[1] >= 0.2
 
 
 def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(

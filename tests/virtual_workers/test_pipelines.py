@@ -154,6 +154,42 @@ def clamps_gradients(model: nn.Module) -> None:
 UNLIMITED = {**FLUSHED, "max_grad_norm": None}
 
 
+def thaws_what_layers_share(trial: Any, *, plainly: bool = False) -> float:
+    """Their weight is frozen in one layer and thawed in another one, which may be elsewhere."""
+    model = tied_layers()
+    clamps_gradients(model)
+
+    def at_epoch(epoch: int) -> None:
+        if epoch < 2:
+            layer = (model[0], model[-1])[epoch][-1 - epoch]
+            layer.weight.requires_grad_(epoch > 0)
+
+    if not plainly:
+        return trains(trial, options=UNLIMITED, at_epoch=at_epoch, build=lambda: model)
+    optimizer = momentum(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trial.prepare(model, optimizer, scheduler)
+    losses = []
+    for epoch in trial.epochs(3):
+        at_epoch(epoch)
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+    trial.set_user_attr("losses", losses)
+    return losses[-1]
+
+
+def test_what_layers_share_may_be_thawed_as_in_a_plain_loop(fleet: Any) -> None:
+    plain = run(fleet, functools.partial(thaws_what_layers_share, plainly=True), Leg((0,)))
+    alone, in_three = (run(fleet, thaws_what_layers_share, Leg(on)) for on in ((0,), (1, 2, 0)))
+    assert result(alone)["losses"] == pytest.approx(plain.user_attrs["losses"], rel=1e-12)
+    assert result(in_three) == result(alone)
+
+
 def begins_to_train_more(trial: Any, *, options: dict[str, Any], thaws: bool) -> float:
     """The optimizer gets the first layers in the second epoch, which may also thaw them."""
     model, optimizers = layers(), []
@@ -202,6 +238,17 @@ def test_weights_that_are_elsewhere_are_not_passed_over(fleet: Any) -> None:
     assert run(fleet, averages_by_hand, Leg((0,))).state is optuna.trial.TrialState.COMPLETE
     with pytest.raises(FleetConfigError, match=r"`lerp_` was .* on another rank"):
         run(fleet, averages_by_hand, Leg((0, 1)))
+
+
+def test_without_flushes_nothing_is_thawed() -> None:
+    study = optuna.create_study()
+    objective = functools.partial(begins_to_train_more, options=DELAYED, thaws=True)
+    told = "`requires_grad` of '0.bias' has changed"
+    with (
+        FleetExecutor(small_pipeline(), cluster="inline") as fleet,
+        pytest.raises(FleetConfigError, match=told),
+    ):
+        study.optimize(objective, n_trials=1, executor=fleet)
 
 
 def ends_with_batches_in_flight(trial: Any) -> float:
