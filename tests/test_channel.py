@@ -713,6 +713,20 @@ def test_a_message_that_only_another_version_knows_cuts_its_sender_off(peers: Pe
     assert ended == AgentUnheard(agent=AGENT, cause="its connection ended")
 
 
+def test_what_an_engine_tells_of_an_agent_comes_first_however_late_it_is_taken(
+    peers: Peers,
+) -> None:
+    """Else its successor, which the engine has started, would be taken for it and ended."""
+    inbox = peers.connections.inbox
+    peers.agent.close()
+    inbox.put("its engine has started another one")
+    time.sleep(1.2)  # by now it is due to tell that nothing is heard of it
+    assert peers.collect(1) == ["its engine has started another one"]
+    peers.connections.give_up(AGENT, "it is gone")
+    unheard = AgentUnheard(agent=AGENT, cause="its connection ended")
+    assert peers.collect(2) == ["it is gone", unheard]
+
+
 def test_what_is_closed_leaves_neither_port_nor_thread_nor_anybody_who_waits() -> None:
     threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     connections = Connections()

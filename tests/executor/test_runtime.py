@@ -298,6 +298,16 @@ def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
     assert engine.done.count("end here") == 3
 
 
+def test_an_agent_that_stops_before_it_has_started_all_trainers_is_replaced(
+    impatient: Runtime, log: io.StringIO
+) -> None:
+    runtime = impatient
+    hear(runtime, TrainerStarted(device=0, process=process(runtime, 7)))
+    trainer_ready(runtime, pid=7)
+    assert [type(message) for message in wait(runtime, 10)] == [NodeLost]
+    assert "The agent of node here was not ready within 8 s" in log.getvalue()
+
+
 def test_a_trainer_that_is_not_ready_in_time_is_killed(
     impatient: Runtime, log: io.StringIO
 ) -> None:

@@ -222,7 +222,7 @@ class Connections:
             del self.agents[peer.agent]
             self._dead = {process for process in self._dead if process.agent != peer.agent}
             ended = AgentUnheard(agent=peer.agent, cause="its connection ended")
-            self.inbox.call_later(_CAUSE_LIMIT_S, self._give_up, peer.agent, (ended,))
+            self.inbox.call_later(_CAUSE_LIMIT_S, self._unheard, ended)
 
     def _forget(self, peer: _Peer) -> None:
         self.inbox.unwatch(peer.channel.fileno())
@@ -246,8 +246,13 @@ class Connections:
             peer = self._peers[channel]
             if peer.heard <= self.inbox.now - self._lease_s:
                 cause = f"nothing was heard of it for {self._lease_s:g} s"
-                self._give_up(agent, (AgentUnheard(agent=agent, cause=cause),))
+                self._unheard(AgentUnheard(agent=agent, cause=cause))
         self.inbox.call_later(SIGN_EVERY_S, self._give_signs)
+
+    def _unheard(self, event: AgentUnheard) -> None:
+        """Tell so behind what its engine has told by now, and what follows from that."""
+        self._give_up(event.agent, ())
+        self.inbox.later(0.0, event)
 
 
 def _allow_descriptors() -> None:

@@ -10,7 +10,7 @@ places their trials again, so that no trial runs twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.resources import Device
@@ -38,7 +38,8 @@ class Node:
         agent: The incarnation of its agent, which has joined, or of the last one.
         devices: Its devices, under their numbers in the fleet.
         pid: Of the agent; None if that is on another machine.
-        due: What comes if the agent has started no trainer in time; None if none is awaited.
+        due: What comes if the agent is late with its `starting` ones; None if none are awaited.
+        starting: Devices whose trainers the agent has not tried to start.
         has_worked: A trainer of this agent was ready: another one is worth a try.
         failure: The last words of the agent, if it has failed.
         why_ended: Why we have ended it.
@@ -51,6 +52,7 @@ class Node:
     devices: tuple[Device, ...] = ()
     pid: int | None = None
     due: AgentDue | None = None
+    starting: set[int] = field(default_factory=set)
     has_worked: bool = False
     failure: str = ""
     why_ended: str = ""
@@ -119,6 +121,7 @@ class Nodes:
         """A node has joined, with these devices."""
         self._there[joining.agent] = node = self[joining.node]
         node.agent, node.devices = joining.agent, devices
+        node.starting = {device.index for device in devices}
         node.pid = joining.pid if is_here else None
         self.devices.update({device.index: device for device in devices})
         self.all_devices.update(self.devices)

@@ -188,7 +188,8 @@ class Runtime:
 
     def _trainer_started(self, message: TrainerStarted) -> None:
         if (node := self.nodes.of(message.device)) is not None:
-            node.due = None
+            node.starting.discard(message.device)
+            node.due = node.due if node.starting else None
         if message.process is not None:
             self.trainers.started(message.device, message.process)
             return

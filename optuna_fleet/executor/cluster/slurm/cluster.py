@@ -143,23 +143,24 @@ class SlurmEngine(Engine):
         self._running: dict[subprocess.Popen[bytes], threading.Thread] = {}  # which read of them
         self._handlers: dict[int, Any] = {}
         self._is_closed = True
-        self._unprinted: queue.Queue[str | None] = queue.Queue(_MOST_UNPRINTED)
 
     def open(self, invitation: Invitation, inbox: Inbox) -> None:
         """See `Engine`."""
         own = invitation.environment() | {"SLURM_JOB_ID": self._job}
         self._environment = without_options(os.environ) | own
         self._inbox = inbox
-        self._printer = _thread(self._print)
         names = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
         self._nodes = {name: _Node(name) for name in names}
         self._gpus: Mapping[str, int] = {}
         self._limit = math.inf
-        self._has_looked = self._is_closed = False
+        self._has_looked = False
         self._how = "had no node to start an agent on."
         self._notice: tuple[str, float] | None = None
         self._ending = ""
         self._noticed_at: float | None = None
+        self._unprinted: queue.Queue[str | None] = queue.Queue(_MOST_UNPRINTED)
+        self._printer = _thread(_print, self._unprinted)
+        self._is_closed = False
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -214,7 +215,7 @@ class SlurmEngine(Engine):
             self._unprinted.put(None, timeout=_PRINT_LIMIT_S)
             self._printer.join(_PRINT_LIMIT_S)
 
-    # -- on threads -------------------------------------------------------------------------------
+    # -- on a thread of each srun -----------------------------------------------------------------
 
     def _read(self, node: _Node, srun: subprocess.Popen[bytes]) -> None:
         """Have printed what an srun and its agent say, until both have ended."""
@@ -228,16 +229,6 @@ class SlurmEngine(Engine):
                     node.said.append(line)
                     self._unprinted.put(line)  # where the terminal blocks, they wait for it, too
         self._inbox.call_later(0.0, self._ended, node, srun)
-
-    def _print(self) -> None:
-        """Print to standard error: a terminal may block (Ctrl-S), as may a full pipe."""
-        while (text := self._unprinted.get()) is not None:
-            # No `print`: the lock that it holds while it blocks is wanted when Python ends.
-            with contextlib.suppress(OSError, ValueError):
-                if (stream := sys.__stderr__) is not None:
-                    left = text.encode(stream.encoding, "backslashreplace")
-                    while left:
-                        left = left[os.write(stream.fileno(), left) :]
 
     # -- in a turn of the inbox, but `_look` ------------------------------------------------------
 
@@ -345,3 +336,14 @@ def _thread(run: Callable[..., None], *arguments: Any) -> threading.Thread:
     thread = threading.Thread(target=run, args=arguments, name="optuna-fleet-slurm", daemon=True)
     thread.start()
     return thread
+
+
+def _print(texts: queue.Queue[str | None]) -> None:
+    """Print to standard error, until None comes: a terminal may block (Ctrl-S), as may a pipe."""
+    while (text := texts.get()) is not None:
+        # No `print`: the lock that it holds while it blocks is wanted when Python ends.
+        with contextlib.suppress(OSError, ValueError):
+            if (stream := sys.__stderr__) is not None:
+                left = text.encode(stream.encoding, "backslashreplace")
+                while left:
+                    left = left[os.write(stream.fileno(), left) :]
