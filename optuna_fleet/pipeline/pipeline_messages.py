@@ -88,9 +88,11 @@ class AskForStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaOpened:
-    """Comes first: the file in which chunks lie; the agent has it open under this path."""
+    """Comes first: how large the file is in which chunks lie, with its descriptor.
 
-    path: str
+    Not its path below /proc: in another container, that may be another file.
+    """
+
     nbytes: int
 
 

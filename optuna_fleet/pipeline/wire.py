@@ -6,13 +6,16 @@ import logging
 import pickle
 import selectors
 import socket
+import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from optuna_fleet.exceptions import ProtocolError
 
 MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""
+
+_CONTROL_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 _MOST_AT_ONCE = 64
 """Messages of one peer, before the others have their turn."""
@@ -60,6 +63,24 @@ def receive(sock: socket.socket, flags: int = 0) -> object:
         raise EOFError from None
 
 
+def peek_first(sock: socket.socket) -> tuple[object, list[int]]:
+    """Returns the first message, and the descriptors with it, which the caller must close.
+
+    It stays the first: `receive` takes it away.
+
+    Raises:
+        EOFError: The other side is gone.
+    """
+    # Not socket.recv_fds, which ignores its flags (seen in Python 3.11).
+    flags = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK)
+    try:
+        packet, control, _, _ = sock.recvmsg(MAX_PACKET, _CONTROL_BYTES, flags)
+    except ConnectionResetError:
+        raise EOFError from None
+    found = [data for level, kind, data in control if kind == socket.SCM_RIGHTS]
+    return _decode(packet), [fd for data in found for (fd,) in struct.iter_unpack("i", data)]
+
+
 def close_ports_in_child(selector: selectors.BaseSelector) -> None:
     """Closes a forked child's copies of the ports; the selector itself is shared: leave it.
 
@@ -93,7 +114,7 @@ class Port:
         self._selector = selector
         self._on_message = on_message
         self._on_close = on_close
-        self._queue: deque[bytes] = deque()
+        self._queue: deque[tuple[bytes, Sequence[int]]] = deque()
         self._is_open = True
         self._is_broken = False
         self._events = selectors.EVENT_READ
@@ -109,10 +130,10 @@ class Port:
                 if not (self._is_open and self._hear()):
                     break
 
-    def send(self, message: object) -> None:
-        """Sends now or as soon as the peer reads."""
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+        """Sends now or as soon as the peer reads; descriptors must stay open until then."""
         if self._is_open and not self._is_broken:
-            self._queue.append(encode(message))
+            self._queue.append((encode(message), descriptors))
             if len(self._queue) == 1:
                 self._flush()
 
@@ -149,8 +170,12 @@ class Port:
 
     def _flush(self) -> None:
         while self._is_open and self._queue:
+            packet, descriptors = self._queue[0]
             try:
-                self.sock.send(self._queue[0])
+                if descriptors:
+                    socket.send_fds(self.sock, [packet], descriptors)
+                else:
+                    self.sock.send(packet)
             except BlockingIOError:
                 break
             except (BrokenPipeError, ConnectionResetError):

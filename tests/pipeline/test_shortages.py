@@ -29,7 +29,7 @@ if {fork}:
 if {pidfd_open}:
     os.pidfd_open = failing(os.pidfd_open, {pidfd_open}, errno.EMFILE, skipped=1)
 
-socket.socket.send = failing(socket.socket.send, {send}, errno.ENOBUFS)
+socket.send_fds = failing(socket.send_fds, {send}, errno.ENOBUFS)
 """
 
 

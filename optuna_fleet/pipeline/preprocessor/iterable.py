@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -118,11 +119,13 @@ class _Pass:
     """One pass over all shards, from its start to ``position``."""
 
     def __init__(self, packed: bytes, place: _Place, num_shards: int) -> None:
-        *_, self.epoch = self._place = place
+        *_, self.epoch = self.place = place
         self.position = 0
-        # They begin when they are first asked: a pass that is not needed long costs nothing.
+        # They begin when they are first asked: a pass that is not needed long costs nothing. With
+        # a reference to it in each, what they have open would outlive it.
+        whole = weakref.proxy(self)
         self._turns = deque(
-            self._shard(packed, number, num_shards) for number in range(num_shards)
+            _shard(whole, packed, number, num_shards) for number in range(num_shards)
         )
 
     def next(self) -> Any:
@@ -135,25 +138,26 @@ class _Pass:
             self._turns.popleft()
         return _OVER
 
-    def _shard(self, packed: bytes, number: int, num_shards: int) -> Iterator[Any]:
-        """Reads a copy of the stream, with around it what it is to find there."""
-        from torch.utils.data._utils import worker
 
-        def surround(position: int) -> None:
-            seed_sample(*self._place, position, own)
-            worker._worker_info = info
+def _shard(whole: _Pass, packed: bytes, number: int, num_shards: int) -> Iterator[Any]:
+    """Reads a copy of the stream for a pass, with around it what it is to find there."""
+    from torch.utils.data._utils import worker
 
-        dataset = packing.unpack(packed)
-        own = payload.generators_in(dataset)
-        seed = seed_sample(*self._place, number, own)
-        info = worker.WorkerInfo(id=number, num_workers=num_shards, seed=seed, dataset=dataset)
-        if hasattr(dataset, "set_epoch"):
-            seed_order(*self._place, own)
-            dataset.set_epoch(self.epoch)
-        surround(number)
-        samples = iter(dataset)
-        while True:
-            surround(self.position)
-            if (sample := next(samples, _OVER)) is _OVER:
-                return
-            yield sample
+    def surround(position: int) -> None:
+        seed_sample(*whole.place, position, own)
+        worker._worker_info = info
+
+    dataset = packing.unpack(packed)
+    own = payload.generators_in(dataset)
+    seed = seed_sample(*whole.place, number, own)
+    info = worker.WorkerInfo(id=number, num_workers=num_shards, seed=seed, dataset=dataset)
+    if hasattr(dataset, "set_epoch"):
+        seed_order(*whole.place, own)
+        dataset.set_epoch(whole.epoch)
+    surround(number)
+    samples = iter(dataset)
+    while True:
+        surround(whole.position)
+        if (sample := next(samples, _OVER)) is _OVER:
+            return
+        yield sample

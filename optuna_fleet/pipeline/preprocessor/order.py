@@ -61,13 +61,22 @@ def watched(
 
 
 def _states(own: Sequence[Generator]) -> bytes:
+    """What `seed_sample` sets, as bytes.
+
+    Not the generators themselves: not all that are found in a data set can be pickled by name.
+    """
     import torch
 
-    def state(of: Generator) -> Any:  # pickles of equal tensors may differ
-        return of.get_state().numpy() if isinstance(of, torch.Generator) else of
+    def state(of: Generator) -> Any:
+        if isinstance(of, random.Random):
+            return of.getstate()
+        if isinstance(of, np.random.Generator):
+            return of.bit_generator.state
+        found = of.get_state()
+        return found.numpy() if isinstance(found, torch.Tensor) else found  # as bytes, exactly
 
-    shared = random.getstate(), np.random.get_state(), torch.default_generator
-    return pickle.dumps([*map(state, (*shared, *own))])
+    shared = random.getstate(), np.random.get_state()
+    return pickle.dumps([*shared, *map(state, (torch.default_generator, *own))])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,8 @@ def _listed(batch: Any) -> Any:
 def same(left: Any, right: Any) -> bool:
     """Whether two samples are of the same structure, types and bits.
 
-    Objects that are no tensors, arrays or numbers must be equal by ``==``.
+    Objects that are no tensors, arrays or numbers must be equal by ``==``; those whose class says
+    nothing of that, in what they hold.
     """
     import torch  # the script's process need not pay for it
 
@@ -132,19 +134,26 @@ def same(left: Any, right: Any) -> bool:
             return False
         is_equal = (left == right).all() if left.dtype.hasobject else None
         return left.tobytes() == right.tobytes() if is_equal is None else bool(is_equal)
+    kind: Any = type(left)
+    if kind.__eq__ is object.__eq__ and getattr(left, "__dict__", None):
+        return same(vars(left), vars(right))
     return bool(left == right or (left != left and right != right))
 
 
 def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
     """Returns whether a sample that is made again is the same, or can't be told to be another.
 
-    Objects without an ``__eq__`` of their own equal only themselves: they are compared as pickled.
+    They are compared as pickled, and, as pickles of the same may differ, by what is in them.
     """
     from optuna_fleet.pipeline.chunks.pickling import dumps_outside
 
     try:
         before = copy.deepcopy(sample)  # making it again may write into it
         again = copy.deepcopy(make())  # as a set in it may come in another order then
-        return same(before, again) or dumps_outside(before) == dumps_outside(again)
+        if dumps_outside(before) == dumps_outside(again):
+            return True
+        with suppress(RecursionError):  # it holds itself
+            return same(before, again)
+        return False
     except Exception:
         return True  # of the moment, perhaps: it says nothing of the sample

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -153,26 +152,24 @@ class PipelineClient:
 
     def _receive(self, flags: int = 0) -> None:
         try:
+            if self._mapping is None:
+                self._open_arena()
             # It stays the first until it is heard: Ctrl-C may come, and another pass wait for it.
             message = wire.receive(self._sock, flags | socket.MSG_PEEK)
         except EOFError:
             raise agent_gone() from None
-        if isinstance(message, ArenaOpened):
-            self._mapping = Mapping(message.nbytes, _opened(message.path))
-        else:
-            assert isinstance(message, FromAgent)
-            if (opened := self._passes.get(message.pass_id)) is not None:
-                opened.hear(message)
+        assert isinstance(message, FromAgent)
+        if (opened := self._passes.get(message.pass_id)) is not None:
+            opened.hear(message)
         self._sock.recv(1)
 
-
-def _opened(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise agent_gone() from None
-    except OSError as error:
-        raise FleetError(
-            f"This process can't open the file with the data ({error.strerror}). With too many "
-            "open files, close some, or raise the limit (ulimit -n)."
-        ) from error
+    def _open_arena(self) -> None:
+        message, descriptors = wire.peek_first(self._sock)
+        assert isinstance(message, ArenaOpened)
+        if not descriptors:
+            raise FleetError(
+                "This process has too many open files to be given any data: close some, or raise "
+                "the limit (ulimit -n)."
+            )
+        wire.receive(self._sock)
+        self._mapping = Mapping(message.nbytes, *descriptors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import time
@@ -75,8 +74,7 @@ class PipelineServer:
             on_close=lambda: self.remove_reader(reader_id),
         )
         arena = self._making.arena
-        path = f"/proc/{os.getpid()}/fd/{arena.descriptor}"
-        channel.send(ArenaOpened(path=path, nbytes=arena.nbytes))
+        channel.send(ArenaOpened(nbytes=arena.nbytes), [arena.descriptor])
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""

@@ -391,6 +391,21 @@ class Odd(Numbered):
         return Thing(index, {"a", "b"}), float("nan"), ragged, torch.eye(3).to_sparse(), {index}
 
 
+def nameless() -> type[Thing]:
+    class Nameless(Thing):
+        """One of a script's own, which is pickled by value."""
+
+    return Nameless
+
+
+NAMELESS = nameless()
+
+
+class OfTheScript(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        return {"thing": NAMELESS(index), "x": torch.full((3,), float(index))}
+
+
 class Late(Numbered):
     """Raises when the first sample is made a second time."""
 
@@ -402,7 +417,7 @@ class Late(Numbered):
 
 
 def test_nothing_is_told_of_others() -> None:
-    kinds = (Seeded, Odd, Late, Curriculum, Informed, Table)
+    kinds = (Seeded, Odd, OfTheScript, Late, Curriculum, Informed, Table)
     data = {f"train_{kind.__name__}": kind() for kind in kinds}
     pipeline = SharedPipeline(**data, collate_fn=list)
     with serving(pipeline, num_preprocessors=1) as agent:

@@ -124,3 +124,20 @@ def test_stages_give_what_they_give_one_after_another(in_place):
                 assert torch.equal(one.data[1], other.data[1])
         assert agent.stats().num_loaded > 0
         assert agent.notices() == []
+
+
+def test_a_generator_of_a_class_that_pickle_does_not_find_is_noticed_too():
+    class Own(random.Random):
+        pass
+
+    class Rolling(Rows):
+        own = None
+
+        def __getitem__(self, index):
+            row, _ = super().__getitem__(index)
+            return (row + 1 if self.own.random() > 0.999 else row), index
+
+    rolling = Rolling()
+    rolling.own = Own(3)
+    with pytest.raises(FleetConfigError, match=r"without a `prepare`, draws random numbers"):
+        SharedPipeline(train=rolling, augment=noisy).packed()

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -91,6 +92,24 @@ def test_a_rank_that_torch_spawned_and_another(running: SharedPipeline, tmp_path
     whole = indices(running.batches("train", batch_size=30, epoch=0))
     assert shares[0][:15] + shares[1][:15] == whole[:30]
     assert sorted(shares[0] + shares[1]) == list(range(SIZE))
+
+
+def test_a_reader_that_sees_other_processes_as_in_another_container(
+    running: SharedPipeline,
+) -> None:
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("This user may make no namespaces of processes.")
+    code = """
+        import pickle, sys
+        with pickle.load(sys.stdin.buffer).connect() as reader:
+            print(sum(len(batch[1]) for batch in reader.batches("val", batch_size=8, epoch=0)))
+    """
+    read = [*apart, sys.executable, "-c", textwrap.dedent(code)]
+    found = subprocess.run(
+        read, input=pickle.dumps(running.handle()), capture_output=True, check=False
+    )
+    assert found.stdout == b"20\n", found.stderr
 
 
 def test_a_fork_gets_a_reader_of_its_own(running: SharedPipeline) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -199,6 +200,24 @@ def test_what_a_stream_raises_is_told_with_its_traceback(on_error: str) -> None:
         assert 'raise OSError("the connection is lost")' in str(error.value)
     with pytest.raises(OSError, match="the connection is lost"):
         read(SharedPipeline(train=Torn()).inline())
+
+
+class Opened(Sized):
+    def __iter__(self) -> Iterator[Any]:
+        with open(os.devnull):
+            yield from super().__iter__()
+
+
+def test_what_passes_have_open_is_closed_when_they_are_given_up() -> None:
+    client, num_open = SharedPipeline(train=Opened(), shards=1).inline(), list[int]()
+    gc.disable()  # that would close it too, some day
+    try:
+        for epoch in range(40):
+            next(iter(client.read("train", epoch=epoch, batch_size=2)))
+            num_open.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert num_open[-1] == num_open[20]
 
 
 class All(Sized):
