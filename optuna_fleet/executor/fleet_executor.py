@@ -52,13 +52,14 @@ class FleetExecutor:
             stopped, and the best trials leave their weights (`load_best_model`):
             docs/reliability.md.
         limits: What trials may take; a `Limits`.
-        preflight: Whether trials are checked to give the same before they get several devices or
-            are moved: docs/objective.md. A `Preflight`; or False, if you know that they do.
+        preflight: Whether it is checked, before trials get several devices or move, that this does
+            not change their results: docs/objective.md. A `Preflight`; or False, if you know that
+            they do.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
-            all, or None; "elastic" then plans with that, within a factor of what the sweep itself
-            tells.
+            all, or None; "elastic" plans with it, but lets it differ from the sweep's own estimate
+            by a bounded factor only.
         setup: A function without arguments that each process calls once, before all else of yours:
             registrations, settings of libraries; docs/objective.md.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
@@ -188,7 +189,7 @@ class FleetExecutor:
         is_recorded: bool = True,
         **arguments: Any,
     ) -> None:
-        """Make a call; if it `is_recorded`, the same one can go on with it, where there are files.
+        """Run one call; if it `is_recorded`, with checkpoints, an identical one can resume it.
 
         The `arguments` are those of `Loop`.
         """
@@ -212,8 +213,8 @@ class FleetExecutor:
                 self._runner.run(loop, func)
         finally:
             self._busy = False
-            # Notebooks keep the last traceback: not the executor with it, whose processes would
-            # stay when the cell that made it is run again.
+            # A notebook keeps the last traceback, whose frames hold `self`: the executor's
+            # processes would survive a re-run of the cell.
             del self
 
     def preflight(

@@ -1,4 +1,4 @@
-"""What runs the calls of an executor: where, and in trainers, which agents start there."""
+"""Runs an executor's `optimize` calls on its cluster, in trainers that agents start there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class FleetRunner:
     """Runs calls on agents and trainers that stay up in between.
 
     Attributes:
-        makes_checkpoints: Whether calls are recorded, for the same call to go on with.
+        makes_checkpoints: Whether calls are recorded, so that an identical later call can resume
+            them.
         summary: The last call in numbers; None if it broke off.
     """
 
@@ -101,7 +102,7 @@ class FleetRunner:
             self.summary = sweep.summary(stats)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
-            # Where we waited says nothing, and a notebook would show each frame's lines.
+            # The driver's own frames tell the user nothing, and a notebook would print them all.
             raise interrupt.with_traceback(None)  # noqa: B904 - the same
         finally:
             if not driver.has_freed_devices:
@@ -157,7 +158,7 @@ class FleetRunner:
 
 
 def _check_decorators(func: Any) -> None:
-    """Refuse those of trackers that keep what can't be sent, or make a run of each of its runs."""
+    """Refuse decorators of trackers: they can't be pickled, or begin a run per rank and move."""
     while func is not None:
         module = getattr(func, "__globals__", {}).get("__name__", "")
         for tracker in ("mlflow", "wandb"):
@@ -194,10 +195,10 @@ def _uses_torch(func: Any, pickled: bytes) -> bool:
 
 
 def cluster_of(given: str | Cluster | Engine) -> Cluster | Engine | None:
-    """What `FleetExecutor` was given as `cluster`; None for "inline".
+    """The cluster or engine that `FleetExecutor(cluster=)` stands for; None for "inline".
 
     Raises:
-        FleetConfigError: It is none.
+        FleetConfigError: `given` is neither.
     """
     if isinstance(given, Cluster | Engine) and not isinstance(given, type):
         return given

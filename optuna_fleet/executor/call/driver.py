@@ -94,7 +94,7 @@ class Driver:
                     self.interrupts.check()
                 for message in runtime.heard(event) or (None,):
                     news = self._receiver.take(message)
-                    if news or message is None:  # also that fewer nodes are there, say
+                    if news or message is None:  # None: the fleet may have changed (a node left)
                         self._decide(news)
             self.has_freed_devices = True
             sweep.devices.end(self._journal.now())
@@ -107,13 +107,13 @@ class Driver:
             self._checks.end()
 
     def _look(self) -> list[Event]:
-        """What nobody tells, now and every few seconds."""
+        """Look for what no message reports (hung runs, say): now, and every few seconds."""
         self.interrupts.check()
         self._sweep.later(self._sweep.watchdog.look_every_s, self._look)
         return self._receiver.look()
 
     def _decide(self, events: Sequence[Event]) -> None:
-        """Tell the controller, and do what it says; what is news by that, too."""
+        """Tell the controller, and carry out its instructions; again with the events of these."""
         self.interrupts.check()
         while events:
             for event in events:
@@ -151,7 +151,7 @@ class Driver:
                 run = self._runs[instruction.run_id]
                 stays = run.launch.devices[0] in instruction.devices
                 stop_lines.ask(sweep, run, stays=stays)
-            case Abort():  # they have time to end by themselves, if there is anything to tell then
+            case Abort():  # ranks get time to end by themselves, unless their run is lost
                 grace_s = 0.0 if instruction.lost else _ABORT_GRACE_S
                 run = self._runs[instruction.run_id]
                 sweep.later_of(grace_s, run, self._kill, instruction.devices)
@@ -222,7 +222,7 @@ class Driver:
         """Tell the study how the call is getting on, if it is time to, and again then."""
         sweep, progress = self._sweep, self._sweep.progress
         if progress.left_s > 0.0:
-            return  # there was a launch, for which this was done before
+            return  # a launch has already had this done
         launches = [run.launch for run in self._runs.values()]
         flying = {launch.number for launch in launches}
         num_devices = sum(len(launch.devices) for launch in launches)
@@ -239,9 +239,9 @@ class Driver:
         self._sweep.progress.end(ending, self._sweep.proposals.num_asked)
 
     def _abandon(self, error: BaseException) -> None:
-        """End what flies: fail those trials, give back those that never flew, free the devices.
+        """Fail the trials that were launched, give back those that never were, free the devices.
 
-        A second Ctrl-C ends this at whatever it is, and `has_freed_devices` stays false.
+        A second Ctrl-C stops this where it is; `has_freed_devices` then stays false.
         """
         if isinstance(error, KeyboardInterrupt):
             self.interrupts.forget()
@@ -259,11 +259,11 @@ class Driver:
 
 
 class Interrupts:
-    """While entered, a Ctrl-C that was dropped is remembered.
+    """While entered, no Ctrl-C gets lost.
 
-    Python drops what is raised while a finalizer or the callback of a weak reference runs, as they
-    do each time that a database's cursor is let go of. And nothing is raised where a message could
-    be lost by it that was read already.
+    Python swallows exceptions raised in finalizers and weakref callbacks, which run whenever a
+    database cursor is freed. Nor do we raise while the inbox is at work: a message already read
+    would be lost.
     """
 
     def __init__(self, inbox: Inbox) -> None:

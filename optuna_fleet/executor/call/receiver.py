@@ -56,20 +56,21 @@ from optuna_fleet.wire.node_messages import (
 )
 
 GATHER_S = 0.15
-"""For so long others are waited for that may join, or end: one plan serves all of them."""
+"""Seconds to wait for more devices to join, or more ranks to end: one plan serves all."""
 
 AWAIT_S = 1.0
-"""For so long in all those that are known to come, while trials run."""
+"""Seconds to wait in all for devices known to be starting, while trials run."""
 
 LEAVE_S = 0.5
-"""For so long trials that have left a node that goes wait for the others there."""
+"""Seconds to wait, on a node that leaves, for the other trials there: one plan places all."""
 
 
 class Joins:
     """Holds back devices that join, until no more of them are waited for.
 
     Args:
-        are_starting: Whether others are on their way, for which trials that run can wait.
+        are_starting: Whether more devices are starting, and trials run, so that a new plan can
+            wait.
         later: Has something asked so many seconds from now.
     """
 
@@ -86,9 +87,9 @@ class Joins:
         self._first = 0.0
 
     def held_back(self, events: Sequence[Event] = (), *, at_once: bool = False) -> list[Event]:
-        """What to tell now: devices that have waited long enough; anything else comes after these.
+        """The events to pass on now: devices are held back until they have waited long enough.
 
-        If no trial has run yet, all is told `at_once`.
+        Any other event is passed on at once, after them. If no trial has run yet, all is told `at_once`.
         """
         is_first = not self._held
         self._held += events
@@ -105,7 +106,7 @@ class Joins:
 
 
 class Receiver:
-    """Takes messages, in order, notes what they say and answers calls; returns what is news."""
+    """Takes messages in order: notes what they say, answers calls, returns the events of it."""
 
     def __init__(self, sweep: Sweep, calls: CallHandler, checks: Checks) -> None:
         self._sweep = sweep
@@ -121,14 +122,14 @@ class Receiver:
         self._capacity = Capacity()
         self._may_grow: bool | None = None
         self._left_out: set[int] = set()
-        self._remarks: set[str] = set()  # what those were about that were told
+        self._remarks: set[str] = set()  # keys of remarks that were shown
 
     # -- messages ---------------------------------------------------------------------------------
 
     def take(self, message: Any) -> Sequence[Event]:
-        """Take a message; what ended runs still say is dropped.
+        """Take a message; those of ended runs are dropped.
 
-        None if something is new that only the fleet heard.
+        It is None where the fleet heard something that makes no message for a call.
         """
         run = self._runs.get(getattr(message, "run_id", -1))
         if run is None:
@@ -218,7 +219,7 @@ class Receiver:
         return [message, *propose(self._sweep, again=True)]
 
     def leaves(self, run: RunRecord) -> None:
-        """A run leaves its devices: the next checkpoint that it tells of is what it leaves."""
+        """A run leaves its devices: the next checkpoint it reports is the state it left with."""
         run.leaving = run.leaving or self._sweep.journal.now()
         run.has_told = False
 
@@ -233,7 +234,7 @@ class Receiver:
     def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
         sweep, device = self._sweep, message.device
         run.end_rank(message)
-        run.calls.leave(message.rank)  # who waits for a call of it does so in vain
+        run.calls.leave(message.rank)  # this rank makes no more calls: don't wait for them
         self._calls.carry_out(run, run.calls.next_call())
         stop_lines.at_step(sweep, run, message.rank)
         launches.rank_ended(run, message)
@@ -256,7 +257,7 @@ class Receiver:
         return [*news, *sweep.fail_if_faulty(run), *self.changes()]
 
     def _will_linger(self, run: RunRecord, seconds: float) -> None:
-        """What its ranks leave is not free at once: others may end, for one plan."""
+        """Hold back devices that its ranks have left: more may follow, and one plan serves all."""
         if run.remaining() and not run.will_linger:
             run.will_linger = True
             lingers = RunLingers(run_id=run.launch.run_id)
@@ -288,7 +289,8 @@ class Receiver:
     def _node_lost(self, message: NodeLost) -> list[Event]:
         compat.fleet_logger.warning(message.text)
         news: list[Event] = []
-        if not message.is_replaced:  # first: what is lost with its node counts against no trial
+        # First: a trial that loses its node is not charged with a restart.
+        if not message.is_replaced:
             news += self._change_fleet([DeviceGone(device=device) for device in message.devices])
         for exited in message.exits:  # at once: nothing is placed where all is dead
             news += self._trainer_changed(exited, is_with_node=True)
@@ -296,7 +298,7 @@ class Receiver:
         return news + (self._store_lost() if message.had_store else [])
 
     def _store_lost(self) -> list[Event]:
-        """Those that look for each other there may do so for ever: it need not refuse them."""
+        """End runs whose ranks are still meeting at the lost store: they may never notice."""
         news: list[Event] = []
         for run in self._runs.values():
             if not run.has_met and may_be_joining(run) and len(run.launch.devices) > 1:
@@ -316,7 +318,7 @@ class Receiver:
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
-        """Leave out nodes that lose all trials; what flies there counts as lost with its node."""
+        """Stop using nodes that lose every trial; trials there now count as lost with the node."""
         for name, why in self._node_faults.take_bad(self._agents.in_use):
             devices = self._runtime.trainers.leave_out_node(name, why)
             for run in self._runs.values():

@@ -66,14 +66,14 @@ from optuna_fleet.preflight.verdict import Finding
 
 _NEWS = DeviceLost | DeviceLeaving | DeviceJoined | GrowthExpected
 _NEWS |= RateMeasured | WidthLimited | RunLingers
-"""What the last plan did not know of; what else may be news says so itself."""
+"""Events that always make a new plan worth while; handlers of others set `has_news`."""
 
 
 class Controller:
     """The state machine of one `optimize` call, on the devices that have joined.
 
-    Profiles and findings, of checks of this objective and these data sets, grow; they outlive it
-    and may be shared by calls.
+    `profiles` (measured rates) and `findings` (results of pre-flight checks of this objective and
+    data) are added to here, outlive the controller, and may be passed to later calls.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Controller:
         self._clearance = Clearance(findings)
         self._problems = Problems(self._state, self._profiles, self._clearance)
         self._planner = Planner(self._state, self._problems, self._clearance)
-        self._lost: set[int] = set()  # at this moment, as the next
+        self._lost: set[int] = set()  # in the events now being handled; `_gone`: for good
         self._gone: set[int] = set()
 
     @property
@@ -169,7 +169,7 @@ class Controller:
             case RankEnded():
                 return self._rank_ended(run, event)
             case RunLingers():
-                run.lingers = True  # what it has left is free, and will be
+                run.lingers = True  # devices that its ranks have left are free from now on
             case RunFailed():
                 return self._abort(run, Stage.FAILED)
             case DataRequested():
@@ -180,7 +180,7 @@ class Controller:
                 return self._width_limited(run, trial, event.max_devices)
             case MoveRefused():
                 if run.stage is Stage.LEAVING:
-                    run.become(Stage.FIXED)  # it may fail again, and that costs the others a plan
+                    run.become(Stage.FIXED)  # a second refusal would spoil another plan
                     self._state.call_off()
             case MoveMeasured():
                 trial.rescale_s = event.seconds
@@ -224,7 +224,7 @@ class Controller:
         trial.epochs_done, trial.predicted_epochs = event.epochs_done, event.predicted_epochs
         if trial.epochs_done > trial.furthest:
             trial.losses.clear()  # they do not count any more
-        if trial.model is not None:  # even if its first data was for something else
+        if trial.model is not None:  # even if its first batches were not training ones
             trial.model = replace(trial.model, resumable=True)
         decision, devices = EpochDecision.GO, tuple[int, ...]()
         if event.converged:
@@ -267,7 +267,8 @@ class Controller:
         self._state.has_news = True
         instructions: list[Instruction] = []
         if (run := state.run_on.get(device)) is not None:
-            # By order, but meant for the run before this one: lost all the same.
+            # Killed on our order, but that was for the previous run: this run has lost it all the
+            # same.
             ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
             ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
             run.lost_with_node |= event.with_node or device in self._gone
@@ -316,7 +317,8 @@ class Controller:
     def _advance(self) -> list[Instruction]:
         instructions = [self._launch(*ready) for ready in self._state.ready()]
         instructions += self._begin_check()
-        if self._state.is_deciding:  # what it is made for must still be there when it comes
+        # A plan is being made: leave the devices and trials it is for as they are.
+        if self._state.is_deciding:
             return instructions
         unplanned = [t for t in self._state.waiting() if self._problems.waits(t)]
         proposed = filter(self._planner.may_start, self._state.with_status(Status.PROPOSED))
@@ -329,7 +331,8 @@ class Controller:
         if self._state.is_proposing:
             return instructions
         instructions += self._planner.ask()
-        if self.round == 0 and not self._state.is_deciding:  # it awaits rates: go on meanwhile
+        # The first plan waits for rates: start trials singly meanwhile.
+        if self.round == 0 and not self._state.is_deciding:
             waiting = self._state.waiting()
             instructions += self._start_singly([t for t in waiting if t.fits_one_device])
         return instructions
@@ -359,7 +362,8 @@ class Controller:
         fits = any(map(self._problems.fits_fleet, waiting))
         if fits and not self._problems.are_last_to_come():
             return False
-        # Those that wait for more devices to join leave these to others, up to a point.
+        # Trials that wait for more devices to join don't keep new trials from being proposed, up
+        # to a limit.
         return len(waiting) <= len(self._state.devices) and bool(self._state.free())
 
     def _give_back_unlaunched(self) -> list[Instruction]:
