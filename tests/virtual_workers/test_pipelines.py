@@ -368,3 +368,18 @@ def test_what_does_not_fit_on_a_device_gets_as_many_as_it_needs() -> None:
     free, tight = results
     assert result(free) == result(tight)
     assert len(tight.user_attrs["cuts"]) > 0
+
+
+def two_layers() -> nn.Sequential:
+    first = nn.Sequential(nn.Flatten(), nn.Linear(36, 36))
+    return nn.Sequential(first, nn.Linear(36, 36)).double()
+
+
+def test_devices_too_many_for_one_pipeline_and_too_few_for_two_are_not_all_taken() -> None:
+    """Each layer needs a device of its own."""
+    options = {"in_flight": 4, "memory_bytes": 45_000}
+    objective = functools.partial(trains, options=options, build=two_layers)
+    study = optuna.create_study()
+    with FleetExecutor(small_pipeline(), devices=3) as fleet:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert study.trials[0].user_attrs["layout"] == [1, 2]
