@@ -260,6 +260,39 @@ def test_layers_that_keep_what_they_have_seen_share_no_batch(
     assert result(on_two) == result(alone)
 
 
+class Bag(nn.Module):
+    """Has sparse gradients: of rows that all samples have, of which some count for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(7, 6, mode="sum", sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = (x.flatten(1) * 100).long().abs()
+        bags: torch.Tensor = self.table(numbers % 5 + numbers[:, :1] % 3)
+        return bags * (numbers[:, :1] % 2)
+
+
+def looks_up(trial: Any) -> float:
+    model = nn.Sequential(Bag(), nn.Linear(6, 3)).double()
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SparseAdam([*model[0].parameters()], lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, virtual_workers=3)
+    losses = trial.state.setdefault("losses", [])
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            losses.append(pipeline.step(images, labels).item())
+    trial.set_user_attr("losses", losses)
+    trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
+    return 0.0
+
+
+def test_sparse_gradients_are_the_same_whoever_shares_a_batch(fleet: Any) -> None:
+    alone, on_three = run(fleet, looks_up, Leg((0,))), run(fleet, looks_up, Leg((0, 1, 2)))
+    assert on_three.user_attrs["layout"] == [3, 1]
+    assert on_three.user_attrs["losses"] == alone.user_attrs["losses"]
+
+
 def without_noise() -> nn.Sequential:
     model = layers()
     model[1] = nn.GroupNorm(2, 4).double()
