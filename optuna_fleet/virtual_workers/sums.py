@@ -76,7 +76,7 @@ class PartSums:
         if added.is_sparse:
             added = added.coalesce()
             rows = torch.zeros(added.shape[: added.sparse_dim()], dtype=torch.bool)
-            rows[(*added.indices().cpu(),)] = True
+            rows[tuple(added.indices().cpu())] = True
             self._note(name + _ROWS, rows)
             added = added.to_dense()
         self._terms.setdefault(name, []).append((kept, added.detach().cpu()))

@@ -96,14 +96,14 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         return self._loader("train_dataset", self.train_dataset, self._train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The trial's share of a data set; see `Trainer`."""
+        """A data set, of which each rank evaluates all; see `Trainer`."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(self.eval_dataset, dict):
             given = self.eval_dataset.get(given, given)
         return self._loader("eval_dataset", given, self.args.eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The trial's share of a data set; see `Trainer`."""
+        """A data set, of which each rank evaluates all; see `Trainer`."""
         return self._loader("test_dataset", test_dataset, self.args.eval_batch_size)
 
     def _loader(self, argument: str, name: Any, batch_size: int) -> Loader:

@@ -16,7 +16,7 @@ from optuna_fleet.trainer.trial import FleetTrial
 
 
 class Loader:
-    """What a Trainer takes for its DataLoader: this rank's share of each batch.
+    """What a Trainer takes for its DataLoader: this rank's share of each batch, or all of it.
 
     Args:
         batch_size: That of the whole trial.
