@@ -293,6 +293,29 @@ def test_sparse_gradients_are_the_same_whoever_shares_a_batch(fleet: Any) -> Non
     assert on_three.user_attrs["losses"] == alone.user_attrs["losses"]
 
 
+class Experts(nn.Module):
+    """Each part of a batch goes through one of two layers alike, now this one first, now that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(36, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = self.experts[int(x.sum().abs() * 1000) % 2](x.flatten(1))
+        return chosen
+
+
+def test_layers_that_some_parts_of_a_batch_pass_by_are_not_mixed_up(fleet: Any) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(Experts(), nn.Linear(3, 3)).double()
+
+    options = {"in_flight": 6, "virtual_workers": 2}
+    objective = functools.partial(trains, options=options, build=build)
+    alone, on_two = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((0, 1)))
+    assert on_two.user_attrs["layout"] == [2, 1]
+    assert result(on_two) == result(alone)
+
+
 def without_noise() -> nn.Sequential:
     model = layers()
     model[1] = nn.GroupNorm(2, 4).double()
