@@ -76,7 +76,39 @@ _MODULES = {
 }
 """Where each public name is."""
 
-__all__ = ["install", "uninstall", *_MODULES]
+__all__ = [  # written out: type checkers go by it
+    "CheckpointError",
+    "Checkpoints",
+    "Convergence",
+    "FleetConfigError",
+    "FleetError",
+    "FleetExecutor",
+    "FleetSummary",
+    "FleetTrial",
+    "HarvestCluster",
+    "JoinCluster",
+    "LaunchError",
+    "Limits",
+    "LocalCluster",
+    "OutOfMemoryError",
+    "Preflight",
+    "PreprocessingError",
+    "RandomResizedCrop",
+    "RayCluster",
+    "SharedPipeline",
+    "SlurmCluster",
+    "StorageLostError",
+    "TrainerLostError",
+    "TrialError",
+    "TrialTimeoutError",
+    "install",
+    "load_best_model",
+    "policies",
+    "read_image",
+    "take_apart",
+    "uninstall",
+    "visualization",
+]
 
 
 def __dir__() -> list[str]:

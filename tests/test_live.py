@@ -221,15 +221,17 @@ def test_a_record_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
     ("under_way", "ended", "more", "end"),
     [
         ([], [10, 30], {"num_to_come": 4}, 100 + 4 * 20 / 2),  # like those that have ended
-        ([(5, math.inf)], [10, 30], {}, 100 + 15 / 2),
-        ([(50, math.inf)], [10, 30], {}, 100),
-        ([(10, 10)], [], {"num_to_come": 2}, 100 + (10 + 2 * 20) / 2),  # its epochs tell
-        ([(10, 10)], [1000], {}, 105),  # nobody takes longer than his epochs
-        ([(5, math.inf)], [], {"num_to_come": 3}, None),
-        ([(0, math.inf)], [10], {"num_to_come": None}, None),
-        ([(0, math.inf)], [10], {"num_to_come": None, "deadline": 130}, 130),
-        ([(0, math.inf)], [10], {"num_to_come": None, "deadline": 50}, 105),
-        ([(0, math.inf)], [10], {"num_to_come": 1, "deadline": 900}, 110),
+        ([(5, math.inf, 2)], [10, 30], {}, 100 + 15 / 2),
+        ([(5, math.inf, 1)], [10, 30], {}, 100 + 15),  # the other device has nothing to do
+        ([(50, math.inf, 1)], [10, 30], {}, 100),
+        ([(50, 8, 1)], [10, 30], {}, 108),
+        ([(10, 10, 1)], [], {"num_to_come": 2}, 100 + (10 + 2 * 20) / 2),  # its epochs tell
+        ([(10, 10, 1)], [1000], {}, 110),  # nobody takes longer than his epochs
+        ([(5, math.inf, 1)], [], {"num_to_come": 3}, None),
+        ([(0, math.inf, 1)], [10], {"num_to_come": None}, None),
+        ([(0, math.inf, 1)], [10], {"num_to_come": None, "deadline": 130}, 130),
+        ([(0, math.inf, 1)], [10], {"num_to_come": None, "deadline": 50}, 110),
+        ([(0, math.inf, 1)], [10], {"num_to_come": 1, "deadline": 900}, 110),
         ([], [1], {"num_devices": 0}, None),
     ],
 )

@@ -293,7 +293,8 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
         "--rescale-s is also what moves cost, in place of the file's",
     )
     for name, default in _options().items():
-        whose = f"of {', '.join(_owners(name))}"
+        owners = _owners(name)
+        whose = "of all" if len(owners) == len(POLICIES) else f"of {', '.join(owners)}"
         if isinstance(default, bool):
             group.add_argument(_flag(name), help=whose, action="store_const", const=True)
         else:

@@ -158,7 +158,7 @@ def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
         **common_report(outcome),
         "mean_nodes": nodes,
         "events": events,
-        "idle_share": 1 - outcome.busy_s / present_s if present_s else 0.0,
+        "idle_share": _idle_s(outcome) / present_s if present_s else 0.0,
         "preempt_samples_per_event": sum(p.preempt_samples for p in trials) / events,
         "rescale_samples_per_event": sum(p.rescale_samples for p in trials) / events,
     }
@@ -177,7 +177,7 @@ def common_report(outcome: Outcome) -> dict[str, Any]:
     """
     ended = [p for p in outcome.trials.values() if p.ended_s is not None]
     devices = max(1, len(outcome.present_s))
-    idle_s, times = sum(outcome.present_s.values()) - outcome.busy_s, outcome.solve_s or [0.0]
+    times, idle_s = outcome.solve_s or [0.0], _idle_s(outcome)
     return {
         "makespan_s": outcome.end_s,
         "trials": len(ended),
@@ -193,6 +193,11 @@ def common_report(outcome: Outcome) -> dict[str, Any]:
             "total": float(np.sum(times)),
         },
     }
+
+
+def _idle_s(outcome: Outcome) -> float:
+    """Device-seconds in which there were none of the runs; what rounding leaves is none."""
+    return max(0.0, round(sum(outcome.present_s.values()) - outcome.busy_s, 6))
 
 
 def utilisation(

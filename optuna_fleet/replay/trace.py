@@ -60,7 +60,8 @@ class NodeTrace:
         """Who is idle then."""
         idle: set[int] = set()
         for change in self.changes:
-            idle = (idle | {*change.joined}) - {*change.left}
+            idle.update(change.joined)
+            idle.difference_update(change.left)
         return idle
 
     def repeated(self) -> Iterator[FleetChange]:

@@ -126,9 +126,12 @@ def _use_others(
 ) -> NoReturn:
     """The devices of now won't do, though as many like the first one, or unlike it, may."""
     number, num_blocks = group_size(), len(demand.blocks)
-    if isinstance(refusal, TooManyDevices):
-        why = f"On {number} devices: {refusal}"
-        raise parts.weights.too_wide(why, max_devices=(demand.most_workers or 1) * num_blocks)
+    if number > num_blocks:  # several virtual workers, for which it may be an odd number
+        of_blocks = (demand.most_workers or 1) * num_blocks
+        is_odd = isinstance(refusal, TooManyDevices)
+        if fewer := of_blocks if is_odd else demand.most_below(costs, number):
+            why = f"On {number} devices: {refusal}"
+            raise parts.weights.too_wide(why, max_devices=fewer)
     most = demand.most_devices
     fewest = demand.fewest_stages(costs, most)
     if number >= most or (fewest is None and parts.run.are_alike):

@@ -147,7 +147,7 @@ class Outbound:
         self._group = group
         self._rank = rank
         self._lane = lane
-        self._described: dict[tuple[int, int], Any] = {}
+        self._described: dict[tuple[int, int], str] = {}
         self._works: list[tuple[Any, Tensor]] = []  # a buffer must stay what it is
         self._lock = threading.Lock()  # for who leaves
 
@@ -187,7 +187,7 @@ class Outbound:
             tensors.append(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
             return f"{tensor.dtype} {tuple(tensor.shape)}"
 
-        described = map_tensors(values, taken, _refused)
+        described = repr(map_tensors(values, taken, _refused))  # dicts in other order are others
         description = torch.empty(0, dtype=torch.uint8)
         if described != self._described.get((code, piece)):
             description = _description(values)

@@ -144,6 +144,14 @@ class Demand:
                 return number
         return None
 
+    def most_below(self, costs: Sequence[LayerCost], number: int) -> int | None:
+        """How many of the same device, less than `number`, the model can be dealt out to."""
+        for fewer in range(number - 1, 0, -1):
+            with suppress(DoesNotFit):
+                self.place([costs] * fewer)
+                return fewer
+        return None
+
     def place(self, costs: Sequence[Sequence[LayerCost]], on: Ranks | None = None) -> Placement:
         """One stage on each rank; where memory is short, stages hold fewer minibatches.
 

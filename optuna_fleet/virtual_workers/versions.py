@@ -248,6 +248,8 @@ class FlushedWeights(Weights):
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             before = parameter.grad
+            if gradient.is_sparse:  # else all parts' were added up at last, in another order
+                gradient = gradient.coalesce()
             parameter.grad = gradient if before is None else before + gradient
 
 

@@ -65,32 +65,39 @@ def expected_end(
     now: float,
     *,
     ended: Sequence[float],
-    under_way: Sequence[tuple[float, float]],
+    under_way: Sequence[tuple[float, float, int]],
     num_to_come: int | None,
     num_devices: int,
     deadline: float | None = None,
 ) -> float | None:
     """When all trials will be done, if each takes as long as the mean; None where nothing tells.
 
+    Who has taken longer by now goes on to its last epoch; and nobody is widened.
+
     Args:
         now: In any seconds.
         ended: Device seconds that each trial took that has ended, be it pruned.
         under_way: Of each trial that has not, the device seconds that it has had, and those that
-            its other epochs take: infinity if that is not known.
+            its other epochs take: infinity if that is not known; and how many devices it is on.
         num_to_come: Further trials; None for as many as there is time for.
         num_devices: Devices that are there.
         deadline: When no further trial is begun, in the same seconds; None if nobody says.
     """
-    known = [*ended] or [spent_s + left_s for spent_s, left_s in under_way if left_s < math.inf]
+    known = [*ended] or [spent_s + most_s for spent_s, most_s, _ in under_way if most_s < math.inf]
     if not known or not num_devices:
         return None
     mean_s = statistics.mean(known)
-    work_s = sum(min(max(0.0, mean_s - spent_s), left_s) for spent_s, left_s in under_way)
+    work_s = last_s = 0.0
+    for spent_s, most_s, width in under_way:
+        left_s = min(mean_s - spent_s if spent_s < mean_s else math.inf, most_s)
+        if left_s < math.inf:
+            work_s += left_s
+            last_s = max(last_s, left_s / width)
     ends = []
     if num_to_come is not None:
-        ends.append(now + (work_s + num_to_come * mean_s) / num_devices)
-    if deadline is not None:
-        ends.append(max(now + work_s / num_devices, deadline))
+        ends.append(now + max((work_s + num_to_come * mean_s) / num_devices, last_s))
+    if deadline is not None:  # who was begun before it is not cut short
+        ends.append(max(now + max(work_s / num_devices, last_s), deadline))
     return min(ends, default=None)
 
 
@@ -175,10 +182,11 @@ class Snapshot:
         if self.condition is not Condition.RUNNING:
             return None
         deadlines = [c.began + c.timeout for c in self._calls if c.timeout is not None]
-        under_way = [(self._spent_s(n), math.inf) for n in self.waiting]
+        under_way = [(self._spent_s(n), math.inf, 1) for n in self.waiting]
         for run in self.runs:
-            spent_s = self._spent_s(run.state.trial) + run.for_s * len(run.devices)
-            under_way.append((spent_s, run.left_s * len(run.devices)))
+            width = len(run.devices)
+            spent_s = self._spent_s(run.state.trial) + run.for_s * width
+            under_way.append((spent_s, run.left_s * width, width))
         ended = [n for n, t in self.trials.items() if t.state.is_finished() and n in self._flights]
         return expected_end(
             self.time,

@@ -307,6 +307,62 @@ def test_layers_that_keep_what_they_have_seen_share_no_batch(
     assert result(on_two) == result(alone)
 
 
+class Bag(nn.Module):
+    """Has sparse gradients: of rows that all samples have, of which some count for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(7, 6, mode="sum", sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = (x.flatten(1) * 100).long().abs()
+        bags: torch.Tensor = self.table(numbers % 5 + numbers[:, :1] % 3)
+        return bags * (numbers[:, :1] % 2)
+
+
+def looks_up(trial: Any) -> float:
+    model = nn.Sequential(Bag(), nn.Linear(6, 3)).double()
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SparseAdam([*model[0].parameters()], lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, virtual_workers=3)
+    losses = trial.state.setdefault("losses", [])
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            losses.append(pipeline.step(images, labels).item())
+    trial.set_user_attr("losses", losses)
+    trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
+    return 0.0
+
+
+def test_sparse_gradients_are_the_same_whoever_shares_a_batch(fleet: Any) -> None:
+    alone, on_three = run(fleet, looks_up, Leg((0,))), run(fleet, looks_up, Leg((0, 1, 2)))
+    assert on_three.user_attrs["layout"] == [3, 1]
+    assert on_three.user_attrs["losses"] == alone.user_attrs["losses"]
+
+
+class Experts(nn.Module):
+    """Each part of a batch goes through one of two layers alike, now this one first, now that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(36, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = self.experts[int(x.sum().abs() * 1000) % 2](x.flatten(1))
+        return chosen
+
+
+def test_layers_that_some_parts_of_a_batch_pass_by_are_not_mixed_up(fleet: Any) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(Experts(), nn.Linear(3, 3)).double()
+
+    options = {"in_flight": 6, "virtual_workers": 2}
+    objective = functools.partial(trains, options=options, build=build)
+    alone, on_two = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((0, 1)))
+    assert on_two.user_attrs["layout"] == [2, 1]
+    assert result(on_two) == result(alone)
+
+
 def without_noise() -> nn.Sequential:
     model = layers()
     model[1] = nn.GroupNorm(2, 4).double()
@@ -415,3 +471,18 @@ def test_what_does_not_fit_on_a_device_gets_as_many_as_it_needs() -> None:
     free, tight = results
     assert result(free) == result(tight)
     assert len(tight.user_attrs["cuts"]) > 0
+
+
+def two_layers() -> nn.Sequential:
+    first = nn.Sequential(nn.Flatten(), nn.Linear(36, 36))
+    return nn.Sequential(first, nn.Linear(36, 36)).double()
+
+
+def test_devices_too_many_for_one_pipeline_and_too_few_for_two_are_not_all_taken() -> None:
+    """Each layer needs a device of its own."""
+    options = {"in_flight": 4, "memory_bytes": 45_000}
+    objective = functools.partial(trains, options=options, build=two_layers)
+    study = optuna.create_study()
+    with FleetExecutor(small_pipeline(), devices=3) as fleet:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert study.trials[0].user_attrs["layout"] == [1, 2]

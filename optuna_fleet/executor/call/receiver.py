@@ -89,7 +89,7 @@ class Joins:
     def held_back(self, events: Sequence[Event] = (), *, at_once: bool = False) -> list[Event]:
         """The events to pass on now: devices are held back until they have waited long enough.
 
-        Any other event is passed on at once, after them. If no trial has run yet, all is told `at_once`.
+        Any other event is passed on at once, after them; all of it `at_once`, if no trial has run.
         """
         is_first = not self._held
         self._held += events
