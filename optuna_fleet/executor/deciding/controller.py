@@ -267,8 +267,7 @@ class Controller:
         self._state.has_news = True
         instructions: list[Instruction] = []
         if (run := state.run_on.get(device)) is not None:
-            # Killed on our order, but that was for the previous run: this run has lost it all the
-            # same.
+            # Killed on our order, which was for the run before: this one has lost it all the same.
             ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
             ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
             run.lost_with_node |= event.with_node or device in self._gone
@@ -362,8 +361,7 @@ class Controller:
         fits = any(map(self._problems.fits_fleet, waiting))
         if fits and not self._problems.are_last_to_come():
             return False
-        # Trials that wait for more devices to join don't keep new trials from being proposed, up
-        # to a limit.
+        # Up to a limit, trials that wait for devices to join keep no new ones from being proposed.
         return len(waiting) <= len(self._state.devices) and bool(self._state.free())
 
     def _give_back_unlaunched(self) -> list[Instruction]:
