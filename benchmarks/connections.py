@@ -140,7 +140,7 @@ class Nodes:
                         self._start_trainer(peer, device.index)
                 case KeepObjective() as kept:
                     answer = ObjectiveKept(
-                        agent=peer.agent, objective_id=kept.objective_id, path=""
+                        agent=peer.agent, objective_id=kept.objective_id, path="nowhere"
                     )
                     peer.channel.send(answer)
                 case RunTrial() as run:
