@@ -185,11 +185,6 @@ def test_no_import_cycles() -> None:
     assert list(TopologicalSorter(graph).static_order())
 
 
-def test_modules_stay_small() -> None:
-    lengths = {m: len(path.read_text().splitlines()) for m, path in MODULES.items()}
-    assert {m: n for m, n in lengths.items() if n > 400} == {}
-
-
 def test_no_two_modules_share_a_name() -> None:
     names = Counter(path.name for path in MODULES.values())
     several = {name for name, number in names.items() if number > 1}
