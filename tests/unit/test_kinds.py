@@ -11,7 +11,7 @@ import pytest
 
 from optuna_fleet.alloc import GreedyAllocator
 from optuna_fleet.cli import main
-from optuna_fleet.events import Allocate, Ending, Launch, RateMeasured
+from optuna_fleet.events import Allocate, Ending, Launch
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.progress import Outcome
@@ -19,7 +19,7 @@ from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
-from tests.unit.test_controller import World, reached
+from tests.unit.world import World, rate, reached
 
 
 def devices_of(*kinds: str) -> list[Device]:
@@ -47,7 +47,7 @@ class MixedWorld(World):
 def first_problem(world: World) -> Any:
     for run_id in list(world.runs):
         world.tell(reached(run_id, "same"))
-        world.tell(RateMeasured(run_id=run_id, samples_per_s=100.0 * (1 + run_id)))
+        world.tell(rate(run_id, 100.0 * (1 + run_id)))
     (allocate,) = [i for i in world.log if isinstance(i, Allocate)]
     return allocate.problem
 
@@ -83,14 +83,12 @@ def test_who_needs_several_types_gets_them_when_the_others_have_ended() -> None:
     world.end(0, Ending.YIELDED)  # nothing is trained on fewer
     for run_id in (1, 2):
         world.tell(reached(run_id, "small"))
-        world.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
-    while world.unanswered:
-        world.decide()
+        world.tell(rate(run_id, 100.0))
+    world.decide_all()
     assert [launch.number for launch in world.runs.values()] == [1, 2]
     world.end(1)
     world.end(2)
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     (launch,) = world.runs.values()
     assert (launch.number, sorted(launch.devices)) == (0, [0, 1, 2])
     assert launch.measure
@@ -105,8 +103,7 @@ def test_who_needs_more_than_there_are_of_all_types_waits_for_more(
     world = MixedWorld(*kinds, trials=1, more_may_join=True)
     world.tell(reached(0, "large", min_devices=3, spans_types=True))
     world.end(0, Ending.YIELDED)
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     assert bool(world.runs) != waits
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from optuna_fleet.alloc.problem import SEVERAL
-from optuna_fleet.events import Ending, Launch, RankEnded, RateMeasured
+from optuna_fleet.events import DeviceGone, Ending, Launch, RankEnded
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.resources import Device
-from tests.unit.test_controller import reached
-from tests.unit.test_presence import Sweep, joined, node_leaves
+from tests.unit.world import World, joined, rate, reached
 
 
 def presence_of(*nodes: str) -> Presence:
@@ -27,14 +26,14 @@ def presence_of(*nodes: str) -> Presence:
 
 def profiles_of(nodes: str, *measured: tuple[str, tuple[int, ...], float]) -> Profiles:
     profiles = Profiles({}, presence_of(*nodes.split()))
-    for structure, devices, rate in measured:
-        profiles.measure(structure, devices, rate)
+    for one in measured:
+        profiles.measure(*one)
     return profiles
 
 
 def on(structure: str, *by_device: float) -> list[tuple[str, tuple[int, ...], float]]:
     """It was measured on one device after the other; on 0 it was not."""
-    return [(structure, (d,), rate) for d, rate in enumerate(by_device) if rate]
+    return [(structure, (d,), speed) for d, speed in enumerate(by_device) if speed]
 
 
 @pytest.mark.parametrize(
@@ -119,15 +118,15 @@ def test_the_fewest_nodes_follow_who_is_there() -> None:
 
 
 def test_plans_know_what_widths_cost_that_span_nodes() -> None:
-    sweep = Sweep(trials=1)
+    sweep = World(trials=1, devices=(), at_once=True)
     sweep.tell(joined(0), joined(1), joined(2, node=1))
-    sweep.tell(reached(0, "s"), RateMeasured(run_id=0, samples_per_s=100.0))
+    sweep.tell(reached(0, "s"), rate(0, 100.0))
     ended = sweep.tell(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
     (launch,) = [i for i in ended if isinstance(i, Launch)]
     assert (launch.devices, launch.measure) == ((0, 1, 2), True)
-    sweep.tell(RateMeasured(run_id=launch.run_id, samples_per_s=90.0))
+    sweep.tell(rate(launch.run_id, 90.0))
     (candidate,) = sweep.problems[-1].candidates
     assert candidate.rates[2] == 90.0
     assert candidate.useful_widths(3) == (1, 2)
-    sweep.tell(*node_leaves(2), joined(5))  # three on one node: not known yet
+    sweep.tell(DeviceGone(device=2), joined(5))  # three on one node: not known yet
     assert sweep.controller._profiles.rates("s", 3, "cpu")[2] > 90.0
