@@ -177,6 +177,9 @@ def test_a_later_call_takes_the_place_of_another(study: optuna.Study) -> None:
     assert {device.node for device in snapshot.devices.values()} == {"n9"}
     assert [run.trial for run in snapshot.runs] == [3]
     assert facts_of(snapshot)["running elsewhere, or left"] == "4-5"
+    note(study, 235, began=0)  # the first is alive after all, and the second is not
+    assert at(study, 240).runs == []
+    assert at(study, 240).call.began == START
 
 
 def test_any_study_can_be_looked_at() -> None:
@@ -194,7 +197,7 @@ def test_any_study_can_be_looked_at() -> None:
 def test_a_record_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
     state = CallState(began=0.0, noted=0.0, every_s=1.0)
-    compat.storage_of(study)._backend.engine.dispose()  # type: ignore[attr-defined]
+    compat.storage_of(study)._backend.engine.dispose()
     (tmp_path / "study.db").write_bytes(b"no database any more" * 500)
     record_call(study, state)
 

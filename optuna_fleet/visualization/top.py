@@ -127,7 +127,7 @@ def expected_end(
 
 
 class Snapshot:
-    """A study at one moment, as its last call on a fleet has told; nothing is written.
+    """A study at one moment, as a call on a fleet has told: the last, or the last that runs.
 
     Attributes:
         call: That call, if there was one.
@@ -147,7 +147,7 @@ class Snapshot:
         self.devices: dict[int, DeviceSpan] = {}
         self.waiting, self.elsewhere = set[int](), running
         if calls := calls_of(study):
-            self.call = call = calls[-1]
+            self.call = call = max(calls, key=lambda call: (_is_alive(call, now), call.began))
             self.runs = sorted((r for r in call.runs if r.trial in running), key=lambda r: r.trial)
             self.waiting = running & set(call.waiting)
             new = {n for n in running if _started(self._trials[n]) > call.noted}
@@ -158,11 +158,8 @@ class Snapshot:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the driver has given signs of life; its clock may be another one's."""
-        call = self.call
-        if call is None or call.ending:
-            return False
-        return self._now - call.noted < max(_LEAST_SILENCE_S, _MISSED * call.every_s)
+        """Whether the driver has given signs of life."""
+        return self.call is not None and _is_alive(self.call, self._now)
 
     @property
     def num_to_come(self) -> int | None:
@@ -314,6 +311,11 @@ class Snapshot:
         if len({device.node for device in self.devices.values()}) < 2:
             return ranges(itertools.chain.from_iterable(by_node.values()))
         return "; ".join(f"{node} {ranges(on)}" for node, on in sorted(by_node.items()))
+
+
+def _is_alive(call: CallState, now: float) -> bool:
+    """Its driver's clock may be another one's."""
+    return not call.ending and now - call.noted < max(_LEAST_SILENCE_S, _MISSED * call.every_s)
 
 
 def _started(trial: FrozenTrial) -> float:
