@@ -26,6 +26,13 @@ from pairing import ROOT, SCRIPTS, environment, note
 
 _MOST_LINES = 120  # of what a part says, in the report
 _LAST_WORDS_S = 5.0
+_MACHINE = """
+import platform, torch, torchvision, optuna, numpy
+print(f"{platform.platform()}, Python {platform.python_version()}")
+print(*(f"{each.__name__} {each.__version__}" for each in (torch, torchvision, optuna, numpy)))
+for device in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(device), "CUDA", torch.version.cuda)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +58,11 @@ def parts_for(device: str) -> list[Part]:
     # Another version of Python or torch may warn of something: that is no failure here.
     tests = (python, "-m", "pytest", "tests/test_gpu.py", "-rA", "-W", "default", "--tb=short")
 
-    machine = (python, "-m", "torch.utils.collect_env")
+    machine = (python, "-c", _MACHINE)
     return [
         Part(name=name, command=command, limit_s=limit_s * patience, is_text=is_text)
         for name, command, limit_s, is_text in (
-            ("environment", machine, 60, True),
+            ("environment", machine, 40, True),
             ("tests", tests, 140, True),
             ("rate", (python, str(SCRIPTS / "gpu_rate.py"), device), 85, False),
             ("sweep", (python, str(SCRIPTS / "gpu_sweep.py"), device), 60, False),
