@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from optuna_fleet.alloc import RateProfile
-from optuna_fleet.alloc.problem import Assignment, Flotilla, Plan
 from optuna_fleet.events import (
     Abort,
     Allocate,
-    AnswerEpoch,
     CheckpointSaved,
     DeviceGone,
     DeviceLost,
@@ -22,7 +20,6 @@ from optuna_fleet.events import (
     Launch,
     MoveMeasured,
     MoveRefused,
-    PlanDecided,
     ProposalDelayed,
     Propose,
     RankEnded,
@@ -31,7 +28,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import PARADIGMS, PolicyRules, Run, Status
+from optuna_fleet.executor.deciding.trials import PARADIGMS, PolicyRules, Run
 from tests.unit.world import (
     World,
     epoch_ended,
@@ -43,13 +40,6 @@ from tests.unit.world import (
     reached,
     yields,
 )
-
-
-def test_every_device_gets_a_probe_at_once() -> None:
-    world = World(num_devices=4, trials=10)
-    assert launches(world.log) == [(0, (0,)), (1, (1,)), (2, (2,)), (3, (3,))]
-    assert all(launch.probe and launch.measure for launch in world.runs.values())
-    assert {t.status for t in world.controller._state.trials.values()} == {Status.PROBING}
 
 
 def test_the_first_round_waits_for_all_rates() -> None:
@@ -159,8 +149,7 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
     world.settle_all()
     world.end(2)
     assert not world.unanswered
-    go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
-    assert world.tell(epoch_ended(3)) == [go]
+    assert world.tell(epoch_ended(3)) == [goes_on(3)]
 
 
 def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
@@ -248,13 +237,7 @@ def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
     if not movable:
         assert not world.unanswered
         world.tell(epoch_ended(run_id))
-    plan = Plan(
-        flotillas=(Flotilla(assignments=(Assignment(number=0, devices=(0, 1), rate=20.0),)),),
-        allocator="",
-        reason="",
-        status="optimal",
-    )
-    told = world.tell(PlanDecided(plan=plan))
+    told = world.tell(plan_of({0: (0, 1)}))
     assert (Interrupt(run_id=run_id, devices=(0, 1)) in told) is movable
     assert (yields(run_id, 0, 1) in told) is not movable
 

@@ -66,15 +66,6 @@ def test_kinds_and_the_widest_width_follow_who_is_there() -> None:
     assert (presence[2], presence.widest) == (device(2, node=1), 3)
 
 
-@pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
-def test_a_trial_whose_model_is_known_waits_for_the_next_node(paradigm: Any) -> None:
-    sweep = sweep_of(trials=1, paradigm=paradigm)
-    sweep.tell(joined(0))
-    sweep.tell(reached(0, "s"), rate(0, 10.0))
-    sweep.tell(*node_leaves(0))
-    assert launches(sweep.tell(joined(3, node=1))) == [(0, (3,))]
-
-
 def test_a_problem_is_about_the_devices_that_are_there_node_by_node() -> None:
     sweep = sweep_of(trials=1, paradigm="elastic")
     sweep.tell(joined(6, node=8), joined(3, node=8), joined(4, node=2), joined(9, node=2))
