@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import optuna
 
-from tests.chaos.demon import Strike
 from tests.chaos.faults import KINDS
 from tests.chaos.harness import (
     Result,
@@ -56,12 +55,10 @@ class Row:
     recoveries_s: list[float] = field(default_factory=list)
 
 
-def hands(
-    kinds: list[str], per_sweep: int, chance: random.Random, *, together: bool = False
-) -> Iterator[list[str]]:
+def hands(kinds: list[str], per_sweep: int, chance: random.Random) -> Iterator[list[str]]:
     """Faults for one sweep after the other: one that is costly, and others in turn."""
-    costly = shuffled([k for k in kinds if KINDS[k].alone and not together], chance)
-    others = shuffled([k for k in kinds if not KINDS[k].alone or together], chance)
+    costly = shuffled([k for k in kinds if KINDS[k].alone], chance)
+    others = shuffled([k for k in kinds if not KINDS[k].alone], chance)
     while True:
         hand = list(itertools.islice(costly, 1))
         yield hand + list(itertools.islice(others, per_sweep - len(hand)))
@@ -71,11 +68,6 @@ def shuffled(names: list[str], chance: random.Random) -> Iterator[str]:
     """All of the names, again and again, in another order each time."""
     while names:
         yield from chance.sample(names, len(names))
-
-
-def sweep(kinds: list[str], reference: Result, seed: int, storage: str) -> Result:
-    faults = drawn(kinds, reference, seed)
-    return run(num_trials=NUM_TRIALS, faults=faults, seed=seed, storage=storage)
 
 
 def note(table: dict[str, Row], result: Result, wrong: dict[int, str]) -> None:
@@ -98,23 +90,15 @@ def as_json(result: Result, wrong: dict[int, str], **more: Any) -> str:
     record = {
         **more,
         "wall_s": round(result.wall_s, 1),
-        "strikes": [described(strike) for strike in result.strikes],
+        "strikes": [
+            [s.fault.kind, s.trial, s.fault.at, s.recovered_s and s.recovered_s - s.began_s]
+            for s in result.strikes
+        ],
         "unreached": [[fault.kind, fault.trial, fault.at] for fault in result.unreached],
         "problems": result.problems,
         "differences": wrong,
     }
     return json.dumps(record)
-
-
-def described(strike: Strike) -> dict[str, Any]:
-    done_s = strike.recovered_s
-    return {
-        "kind": strike.fault.kind,
-        "trial": strike.trial,
-        "at": strike.fault.at,
-        "after_s": round(strike.fault.after_s, 3),
-        "recovery_s": None if done_s is None else round(done_s - strike.began_s, 2),
-    }
 
 
 def print_table(table: dict[str, Row]) -> None:
@@ -136,8 +120,7 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=24)
     parser.add_argument("--faults", type=int, default=10, help="per sweep")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--together", action="store_true", help="several costly ones in a sweep")
-    parser.add_argument("--only", nargs="+", type=int, help="of the sweeps, play these again")
+    parser.add_argument("--only", nargs="+", type=int, help="of the sweeps, play these alone")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(playable()))
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -147,14 +130,15 @@ def main() -> None:
         raise SystemExit(f"The undisturbed sweep failed: {reference.problems}\n{reference.log}")
     table: dict[str, Row] = defaultdict(Row)
     chance = random.Random(arguments.seed)
-    deal = hands(arguments.kinds, arguments.faults, chance, together=arguments.together)
+    deal = hands(arguments.kinds, arguments.faults, chance)
     played = range(arguments.sweeps) if arguments.only is None else arguments.only
     for index, kinds in enumerate(itertools.islice(deal, max(played) + 1)):
         if index not in played:
             continue
         seed = 1000 * arguments.seed + index
         storage = storage_for(kinds, STORAGES[index % len(STORAGES)])
-        result = sweep(kinds, reference, seed, storage)
+        faults = drawn(kinds, reference, seed)
+        result = run(num_trials=NUM_TRIALS, faults=faults, seed=seed, storage=storage)
         wrong = differences(result, reference)
         note(table, result, wrong)
         print(as_json(result, wrong, seed=seed, storage=storage), flush=True)

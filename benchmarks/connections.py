@@ -1,12 +1,11 @@
 """What the control channels of a large fleet, in TLS, cost the driver.
 
-python benchmarks/connections.py                     # 646 connections, about three minutes
-python benchmarks/connections.py --nodes 6 --seconds 5 --rounds 1
+python benchmarks/connections.py                     # 646 connections, about a minute
+python benchmarks/connections.py --nodes 6 --seconds 5
 
 One process plays the nodes: on each an agent (a sign of life every second, and one of the
 driver's to it) and 16 trainers, each with a trial, that give signs of life as often as the driver
-wants them. The driver is all of it, with a study of as many trials. Beside it, a loop that waits
-for the same sockets, reads what is there and does nothing with it. It is CPU time that counts.
+wants them. The driver is all of it, with a study of as many trials. It is CPU time that counts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import heapq
 import os
 import resource
-import select
 import selectors
 import subprocess
 import sys
@@ -25,13 +23,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import optuna
 
 from optuna_fleet import FleetExecutor, JoinCluster
 from optuna_fleet.executor.cluster.config import NodeSetup, versions
-from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
@@ -50,8 +46,6 @@ TRAINERS = 16  # of each node
 AT_ONCE = 16
 SETTLE_S = 5.0
 WHERE = "in objective (/home/user/project/train.py:123), within backward"
-BARE = "bare sockets"
-KINDS = (BARE, "TLS 1.3")
 
 
 # -- nodes ------------------------------------------------------------------------------------
@@ -162,85 +156,45 @@ class Nodes:
 # -- the driver -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Measures this process once all trainers have a trial, and ends it."""
-
-    file: Path
-    nodes: int
-    seconds: float
-    name: str
-
-    def run(self, fleet: FleetExecutor) -> None:
-        """To be run on a thread of its own."""
-        while not self.file.exists():
-            time.sleep(0.1)
-        began, began_cpu = time.monotonic(), time.process_time()
-        command = [sys.executable, __file__, "--nodes", str(self.nodes), "--play", str(self.file)]
-        played = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert played.stdout is not None
-        played.stdout.readline()
-        there_s, there_cpu_s = time.monotonic() - began, time.process_time() - began_cpu
-        if self.name == BARE:
-            runner: Any = fleet._runner
-            connections: Connections = runner._runtime.connections
-            connections.inbox.call_later(0.0, read_bare, connections)
-        time.sleep(SETTLE_S)
-        began, began_cpu = time.monotonic(), time.process_time()
-        time.sleep(self.seconds)
-        share = (time.process_time() - began_cpu) / (time.monotonic() - began)
-        print(
-            f"| {self.name} | {there_s:.1f} | {there_cpu_s:.1f} | {100 * share:.2f} |", flush=True
-        )
-        played.kill()
-        os._exit(0)
-
-
-def read_bare(connections: Connections) -> None:
-    """In the place of the one that reads: waits, reads and forgets, for ever."""
-    channels = [*connections.agents.values(), *connections.trainers.values()]
-    poll = select.epoll()
-    for channel in channels:
-        poll.register(channel.fileno(), select.EPOLLIN)
-    while True:
-        for number, _ in poll.poll(None, len(channels)):
-            os.read(number, 4096)
-
-
-def drive(watch: Watch) -> None:
-    """A sweep whose trials never end."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    cluster = JoinCluster(file=watch.file, host="127.0.0.1")
-    with FleetExecutor(cluster=cluster) as fleet:
-        threading.Thread(target=watch.run, args=[fleet], daemon=True).start()
-        study = optuna.create_study(sampler=optuna.samplers.RandomSampler())
-        study.optimize(lambda trial: 0.0, n_trials=watch.nodes * TRAINERS, executor=fleet)
+def measure(file: Path, nodes: int, seconds: float) -> None:
+    """Have all trainers given a trial, measure this process, and end it."""
+    while not file.exists():
+        time.sleep(0.1)
+    began, began_cpu = time.monotonic(), time.process_time()
+    command = [sys.executable, __file__, "--nodes", str(nodes), "--play", str(file)]
+    played = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert played.stdout is not None
+    played.stdout.readline()
+    there_s, there_cpu_s = time.monotonic() - began, time.process_time() - began_cpu
+    print(f"All have a trial after {there_s:.1f} s, of {there_cpu_s:.1f} s of CPU.", flush=True)
+    time.sleep(SETTLE_S)
+    began, began_cpu = time.monotonic(), time.process_time()
+    time.sleep(seconds)
+    share = (time.process_time() - began_cpu) / (time.monotonic() - began)
+    print(f"The driver takes {100 * share:.2f} % of a core.", flush=True)
+    played.kill()
+    os._exit(0)
 
 
 def main() -> None:
-    """Measure each kind in a process of its own, in turn."""
+    """Drive a sweep whose trials never end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=38)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if options.play:
         Nodes(Invitation.read(options.play), options.nodes).play()
-    elif options.kind:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "join"
-            drive(Watch(file, options.nodes, options.seconds, options.kind))
-    else:
-        print("| driver | all fly after, s | CPU until then, s | % of a core |")
-        print("|---|---|---|---|", flush=True)
-        for kind in [*KINDS] * options.rounds:
-            command = [sys.executable, __file__, "--kind", kind]
-            given = ["--nodes", str(options.nodes), "--seconds", str(options.seconds)]
-            subprocess.run([*command, *given], check=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "join"
+        watch = [file, options.nodes, options.seconds]
+        with FleetExecutor(cluster=JoinCluster(file=file, host="127.0.0.1")) as fleet:
+            threading.Thread(target=measure, args=watch, daemon=True).start()
+            study = optuna.create_study(sampler=optuna.samplers.RandomSampler())
+            study.optimize(lambda trial: 0.0, n_trials=options.nodes * TRAINERS, executor=fleet)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pairing import ROOT, SCRIPTS, note
+from pairing import ROOT, SCRIPTS, environment, note
 
 _MOST_LINES = 120  # of what a part says, in the report
 _LAST_WORDS_S = 5.0
+_MACHINE = """
+import platform, torch, torchvision, optuna, numpy
+print(f"{platform.platform()}, Python {platform.python_version()}")
+print(*(f"{each.__name__} {each.__version__}" for each in (torch, torchvision, optuna, numpy)))
+for device in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(device), "CUDA", torch.version.cuda)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +58,14 @@ def parts_for(device: str) -> list[Part]:
     # Another version of Python or torch may warn of something: that is no failure here.
     tests = (python, "-m", "pytest", "tests/test_gpu.py", "-rA", "-W", "default", "--tb=short")
 
-    def script(*names: str) -> tuple[str, ...]:
-        return (python, str(SCRIPTS / f"gpu_{names[0]}.py"), *names[1:], device)
-
+    machine = (python, "-c", _MACHINE)
     return [
-        Part(name=name, command=command, limit_s=limit_s * patience, is_text=name == "tests")
-        for name, command, limit_s in (
-            ("environment", script("environment"), 40),
-            ("tests", tests, 140),
-            ("rate", script("rate"), 85),
-            ("staging", script("staging"), 60),
-            ("digits", script("sweep", "digits"), 60),
-            ("images", script("sweep", "images"), 60),
+        Part(name=name, command=command, limit_s=limit_s * patience, is_text=is_text)
+        for name, command, limit_s, is_text in (
+            ("environment", machine, 40, True),
+            ("tests", tests, 140, True),
+            ("rate", (python, str(SCRIPTS / "gpu_rate.py"), device), 85, False),
+            ("sweep", (python, str(SCRIPTS / "gpu_sweep.py"), device), 60, False),
         )
     ]
 
@@ -70,12 +73,6 @@ def parts_for(device: str) -> list[Part]:
 def run_part(part: Part) -> str:
     """Run a part to its end, whatever that is; return its section of the report."""
     note(f"{part.name} (at most {part.limit_s:g} s)")
-    path = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONFAULTHANDLER": "1",
-    }
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -84,7 +81,7 @@ def run_part(part: Part) -> str:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=log,
-            env=environment,
+            env={**environment(), "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,  # it is killed with what it has started
         )
         try:

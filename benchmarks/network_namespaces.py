@@ -53,11 +53,6 @@ class Switch:
         _enter(self._nodes[node])
         return action()
 
-    def unplug(self, node: int) -> None:
-        """From now on nothing arrives there or comes from there, and nobody is told."""
-        _enter(self._connections)
-        _run(f"ip link set h{node} down")
-
     def close(self) -> None:
         """End all of it."""
         for fd in (self._gate, self._connections, *self._nodes):

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,14 +20,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured quantity; its value is the median of the runs.
-
-    Attributes:
-        what: What was measured, for people.
-        runs: One value per run.
-        unit: Unit of the values; "x" for a ratio.
-        aim: What is asked of the value; "" for what is only told along with another row.
-    """
+    """One measured quantity; its value is the median of the runs, a ratio's `unit` is "x"."""
 
     what: str
     runs: tuple[float, ...]
@@ -79,19 +71,20 @@ def note(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def start(script: str, *arguments: object, num_threads: int = 1) -> subprocess.Popen[str]:
-    """Start one of `scripts`; it finds the examples and the package of this checkout."""
+def environment() -> dict[str, str]:
+    """This process', with the package and the examples of this checkout."""
     path = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Start one of `scripts`."""
     return subprocess.Popen(
         [sys.executable, str(SCRIPTS / script), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "OMP_NUM_THREADS": str(num_threads),
-        },
+        env={**environment(), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -153,12 +146,7 @@ class Served:
     def __enter__(self) -> Served:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

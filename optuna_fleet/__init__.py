@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.sampler_bridge.keyword import install as install
-from optuna_fleet.sampler_bridge.keyword import uninstall as uninstall
 
 if TYPE_CHECKING:
     from optuna_fleet import policies as policies
@@ -76,46 +75,13 @@ _MODULES = {
 }
 """Where each public name is."""
 
-__all__ = [  # written out: type checkers go by it
-    "CheckpointError",
-    "Checkpoints",
-    "Convergence",
-    "FleetConfigError",
-    "FleetError",
-    "FleetExecutor",
-    "FleetSummary",
-    "FleetTrial",
-    "HarvestCluster",
-    "JoinCluster",
-    "LaunchError",
-    "Limits",
-    "LocalCluster",
-    "OutOfMemoryError",
-    "Preflight",
-    "PreprocessingError",
-    "RandomResizedCrop",
-    "RayCluster",
-    "SharedPipeline",
-    "SlurmCluster",
-    "StorageLostError",
-    "TrainerLostError",
-    "TrialError",
-    "TrialTimeoutError",
-    "install",
-    "load_best_model",
-    "policies",
-    "read_image",
-    "take_apart",
-    "uninstall",
-    "visualization",
-]
-
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
 
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # type checkers go by the imports above
+    __all__ = ["install", *_MODULES]
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

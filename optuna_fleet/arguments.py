@@ -28,14 +28,7 @@ def check_number(
 ) -> None:
     """Check that a value, of Python or NumPy, is a number: not NaN, nor True or False.
 
-    Args:
-        name: What the user calls it.
-        value: What was given.
-        least: It must be this or more.
-        above: It must be more than this.
-        most: It must be this or less.
-        whole: It must be a whole number; otherwise infinity is accepted too.
-        optional: None is accepted too.
+    Unless it is to be `whole`, infinity is accepted too; None if it is `optional`.
 
     Raises:
         FleetConfigError: It is not; the message says what was given and what is wanted.
@@ -87,15 +80,11 @@ def check_that(
 ) -> None:
     """Check a value that is no number.
 
-    Args:
-        name: What the user calls it.
-        value: What was given.
-        holds: Whether it is accepted.
-        wanted: What is wanted, in words, and an example; follows "must". May end in a question.
-        optional: None is accepted too.
+    `wanted` says what must be, in words, and an example: it follows "must", and may end in a
+    question.
 
     Raises:
-        FleetConfigError: It is not accepted.
+        FleetConfigError: It does not hold.
     """
     if not ((optional and value is None) or holds(value)):
         end = "" if wanted.endswith("?") else "."

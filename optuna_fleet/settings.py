@@ -1,7 +1,7 @@
 """What of the script's process holds for its objectives in other processes too.
 
-Where it is at work (folder, imports, environment), and its settings of torch, NumPy, warnings and
-logs. They are read in the driver when a call of `optimize` begins, and set in the processes of the
+Where it is at work (folder, imports, environment), and its settings of torch, warnings and logs.
+They are read in the driver when a call of `optimize` begins, and set in the processes of the
 fleet before anything of the user's is called; those of torch when it is imported. Where it never
 is it has no settings. What else a process needs, `FleetExecutor(setup=...)` does.
 """
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.exceptions import FleetConfigError, FleetError, shown
@@ -132,20 +131,16 @@ class Settings:
     Attributes:
         torch: What differs from torch's defaults, by name.
         num_threads: How many threads torch computes with; None if it is not loaded.
-        numpy_errors: How NumPy treats floating-point errors.
         filters: The filters of `warnings`, each pickled by itself: some may not be readable.
         log_levels: Levels of loggers by name, where they are set; "root" is the root logger.
-        log_disabled: The level that `logging.disable` was given.
         workplace: Where the script is at work; None for anywhere.
         setup: A function that each process calls first, pickled; empty for none.
     """
 
     torch: Mapping[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
-    numpy_errors: Mapping[str, Any] = field(default_factory=dict)
     filters: tuple[bytes, ...] = ()
     log_levels: Mapping[str, int] = field(default_factory=dict)
-    log_disabled: int = 0
     workplace: Workplace | None = None
     setup: bytes = b""
 
@@ -161,10 +156,8 @@ def settings_here(setup: bytes = b"") -> Settings:
     return Settings(
         torch={name: value for name, value in values.items() if value != _TORCH[name]},
         num_threads=None if torch is None else torch.get_num_threads(),
-        numpy_errors=np.geterr(),
         filters=tuple(filters),
         log_levels=_log_levels(),
-        log_disabled=logging.root.manager.disable,
         workplace=workplace_here(),
         setup=setup,
     )
@@ -229,20 +222,14 @@ class Adoption:
             FleetError: See `set_up`.
         """
         self.set_up(settings)
-        logging.disable(settings.log_disabled)
         levels = {**dict.fromkeys(self._log_levels, logging.NOTSET), **self._own_log_levels}
         self._log_levels = {**levels, **settings.log_levels}
         for name, level in self._log_levels.items():
             logging.getLogger(None if name == "root" else name).setLevel(level)
         self._adopt_filters(settings)
-        self.adopt_numbers(settings)
-
-    def adopt_numbers(self, settings: Settings) -> None:
-        """Apply those of NumPy: an objective may have changed them."""
-        np.seterr(**settings.numpy_errors)
 
     def adopt_torch(self, settings: Settings) -> None:
-        """Apply those of torch, likewise, and import it."""
+        """Apply those of torch, which an objective may have changed, and import it."""
         torch = importlib.import_module("torch")
         self._adopt_filters(settings)
         if self._own_torch is None:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 import optuna_fleet
 from optuna_fleet.alloc import AllocationProblem, Candidate, validate
@@ -133,26 +135,14 @@ def test_processes_of_torchrun_share_a_pipeline_but_run_no_sweep(tmp_path: Path)
         + "print('seen', *seen, flush=True)\ndist.destroy_process_group()\n"
         + REFUSED
     )
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-    ]
-    ran = subprocess.run(
-        [*launcher, script], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    launcher = [sys.executable, *run, script]
+    ran = subprocess.run(launcher, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines() if line.startswith("seen")]
     assert sorted(int(n) for line in lines for n in line[1:]) == sorted([*range(50)] * 3)
-    refused = [
-        line for line in ran.stdout.splitlines() if line.startswith("refused: torchrun has")
-    ]
-    assert [line.partition(" as process ")[2][:6] for line in sorted(refused)] == [
-        "0 of 2",
-        "1 of 2",
-    ]
+    refused = re.findall(r"refused: torchrun has .* as process (. of 2)", ran.stdout)
+    assert sorted(refused) == ["0 of 2", "1 of 2"]
 
 
 @pytest.mark.filterwarnings("ignore:Local rank information")
@@ -184,6 +174,35 @@ def test_pages_and_files_that_are_named_are_there() -> None:
     named = re.findall(r"[`\"](\w+/[\w/]*(?:\.py)?)[`\"]", text)
     assert len(named) > 30
     assert [name for name in named if not (ROOT / "optuna_fleet" / name).exists()] == []
+
+
+def test_the_page_for_who_changes_the_project_names_what_is_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`([\w./]+/[\w./]*|[\w/]+\.(?:py|md|yml))`", page)
+    named += re.findall(r"\]\(([\w./]+)\)", page)
+    assert len(named) > 20
+    for block in re.findall(r"```bash\n(.*?)```", page, re.S):
+        words = shlex.split(block, comments=True)
+        tests = [word for word in words if word.startswith("tests/")]
+        named += tests
+        if "-k" in words:
+            assert words[words.index("-k") + 1] in (ROOT / tests[-1]).read_text()
+    rooms = (ROOT, ROOT / "optuna_fleet")
+    assert [name for name in named if not any((room / name).exists() for room in rooms)] == []
+    set_up = "python3 -m venv .venv && .venv/bin/pip install --quiet -e '.[test]'"
+    assert set_up in page
+    assert set_up in PAGES[0].read_text()
+
+
+def test_a_public_host_and_commits_run_what_the_script_does() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    assert job["container"]  # as root, as the script's packages want it
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    block = re.findall(r"```bash\n(.*?)```", PAGES[0].read_text(), re.S)[1]  # .ci/run runs it
+    linters = [step.strip() for step in block.split("&&")[3:]]
+    assert [hook["entry"] for hook in hooks] == linters
 
 
 def test_links_of_the_readme_lead_to_sections() -> None:

@@ -3,8 +3,6 @@
 import dataclasses
 import logging
 import re
-import subprocess
-import sys
 
 import optuna
 import plotly.graph_objects as go
@@ -80,11 +78,6 @@ def drawn(figure):
     )
 
 
-def legend(figure):
-    entries = [*figure.data, *figure.layout.shapes]
-    return [entry.name for entry in entries if entry.showlegend is not False]
-
-
 def test_only_the_last_flight_carries_the_trials_end():
     study = optuna.create_study()
     moved, last = flight([0], 0, 1, ending="yielded"), flight([1], 1, 2, ending="lost")
@@ -98,8 +91,8 @@ def test_each_optimize_call_counts_its_rounds_anew():
     study = optuna.create_study()
     add_trial(study, flight([0], 0, 5, rnd=1))
     add_trial(study, flight([0], 5, 9, rnd=2))
-    add_trial(study, flight([0], 50, 55, rnd=1))
-    add_trial(study, flight([0], 55, 60, rnd=2))
+    add_trial(study, flight([0], 50, 55, rnd=1), began=50)
+    add_trial(study, flight([0], 55, 60, rnd=2), began=50)
     assert [line.x0 for line in plot_timeline(study).layout.shapes] == [5, 55]
 
 
@@ -117,19 +110,19 @@ def test_the_figure_draws_the_bars(study):
     ]
     assert figure.layout.yaxis.ticktext == ("0", "1", "4")
     assert figure.layout.title.text == "mixed: 4 trials on 3 devices"
-
-
-def test_the_figure_marks_the_ends(study):
-    marks = {t.name: (t.x, t.y) for t in plot_timeline(study).data if t.type == "scatter"}
-    assert marks == {
-        FAILED: ((20,), (2,)),
-        MOVED: ((4,), (2,)),
-        LOST: ((18,), (0,)),
-    }
+    marks = {t.name: (t.x, t.y) for t in figure.data if t.type == "scatter"}
+    assert marks == {FAILED: ((20,), (2,)), MOVED: ((4,), (2,)), LOST: ((18,), (0,))}
+    legend = [
+        entry.name
+        for entry in (*figure.data, *figure.layout.shapes)
+        if entry.showlegend is not False
+    ]
+    assert legend == [PRUNED, FAILED, MOVED, LOST, "new round"]
 
 
 def test_bars_tell_their_story_on_hover(study):
-    text = plot_timeline(study).data[1].customdata[1]  # trial 1, its last flight but one
+    texts = plot_timeline(study).data[0].customdata
+    text = next(text for text in texts if "flight 2 of 3" in text)
     assert text.split("<br>") == [
         "<b>trial 1</b> (complete)",
         "value: 0.75",
@@ -140,11 +133,6 @@ def test_bars_tell_their_story_on_hover(study):
         "waited for data: 0.2 s, probing: 0.5 s",
         "the flight ended: lost",
     ]
-
-
-def test_the_legend_names_few_trials_and_the_marks(study):
-    names = [f"trial {n}" for n in range(4)]
-    assert legend(plot_timeline(study)) == [*names, PRUNED, FAILED, MOVED, LOST, "new round"]
 
 
 def test_parameters_cannot_inject_html():
@@ -166,12 +154,6 @@ def test_a_study_that_never_flew_gives_an_empty_figure_and_a_warning(caplog):
 def test_what_is_no_study_is_refused_in_words():
     with pytest.raises(FleetConfigError, match="`study` is 'sweep', but must be a study, as of"):
         plot_timeline("sweep")
-
-
-def test_importing_draws_in_no_heavy_package():
-    code = "import sys, optuna_fleet.visualization; print({'torch', 'plotly'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 # -- nodes ---------------------------------------------------------------------------------------
@@ -214,14 +196,16 @@ def test_devices_of_drivers_that_run_at_once_are_told_apart():
         add_trial(study, flight([0], began, began + 1), began=began)
         add_trial(study, flight([1], 10 + began, 30), began=began)
     figure = plot_timeline(study)
-    bars = [trace for trace in figure.data if str(trace.name).startswith("trial")]
-    nodes = [re.search("node: (.)", bar.customdata[0])[1] for bar in bars]
-    assert nodes == ["a", "a", "b", "b"]
+    (bars,) = figure.data
+    nodes = {
+        (n, re.search("node: (.)", text)[1])
+        for n, text in zip(bars.text, bars.customdata, strict=True)
+    }
+    assert nodes == {("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")}
 
 
 def test_rows_are_grouped_by_node_and_say_which(on_nodes):
     figure = plot_timeline(on_nodes)
     assert figure.layout.yaxis.ticktext == ("a  0", "1", "b  1", "4")
     assert "on 4 devices of 2 nodes" in figure.layout.title.text
-    assert [line.y0 for line in figure.layout.shapes if line.xref == "paper"] == [1.5]
     assert any("node: b" in text for trace in figure.data for text in trace.customdata or ())

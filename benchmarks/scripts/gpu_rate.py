@@ -5,18 +5,58 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import optuna
 import torch
 import workload
-from gpu_data import Pictures, loader, to_device, wait_for
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from torchvision.models import resnet18
+from torchvision.transforms import v2
 
-from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline, take_apart
+from optuna_fleet import FleetExecutor, SharedPipeline, take_apart
+
+
+class Pictures(torch.utils.data.Dataset[tuple[Any, int]]):
+    """Bytes of 3 x `size_px` x `size_px`, flipped at random and normalised."""
+
+    def __init__(self, num: int, size_px: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (min(num, 256), 3, size_px, size_px)
+        self.pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        self.num = num
+        self.transform = v2.Compose(
+            [
+                v2.RandomHorizontalFlip(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize([0.5] * 3, [0.25] * 3),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.transform(self.pictures[index % len(self.pictures)]), index % 10
+
+
+def loader(dataset: Any, batch_size: int, device: str, num_workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=num_workers,
+        persistent_workers=True,
+        pin_memory=device == "cuda",
+    )
+
+
+def to_device(batches: DataLoader[Any], device: str) -> Iterator[Any]:
+    for images, labels in batches:
+        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 def new_model(is_small: bool) -> Any:
@@ -36,7 +76,8 @@ def train(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        wait_for(loss.device.type)
+        if loss.device.type == "cuda":
+            torch.cuda.synchronize()
         began = time.perf_counter() if epoch == 0 else began
     return time.perf_counter() - began
 
@@ -94,15 +135,6 @@ def main() -> None:
             ratios.append(bare / own)
             print(f"| {own:.0f} | {bare:.0f} | {ratios[-1]:.3f} |", flush=True)
     print(f"\nMedian without the first: {statistics.median(ratios[1:]):.3f}.\n", flush=True)
-    # With two slots there is something to decide, so rates are measured.
-    pipeline = SharedPipeline(
-        num_preprocessors=num_workers, augment=augment, finish=finish, train=in_parts
-    )
-    with FleetExecutor(pipeline, cluster=LocalCluster(slots_per_device=2), **options) as fleet:
-        own = rate_on(fleet, "train")
-        profiles: Any = fleet._runner._runtime.profiles  # type: ignore[attr-defined]
-        profiled = [profile.measured for profile in profiles.values()]
-    print(f"Rates measured in a trial's first batches: {profiled}, and all along: {own:.0f}.")
 
 
 if __name__ == "__main__":

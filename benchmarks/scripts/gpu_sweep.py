@@ -1,52 +1,23 @@
-"""A short sweep of an example's objective: with one trainer on the device, then with several."""
+"""A short sweep of `examples/digits.py`: with one trainer on the device, then with several."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import digits
-import nas_images
 import optuna
 
-from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
-
-Sweep = tuple[Callable[[], SharedPipeline], Callable[[Any], float], int]
-"""Data, objective and number of trials."""
-
-
-def digits_sweep(is_small: bool) -> Sweep:
-    objective = partial(digits.objective, num_epochs=1 if is_small else 4)
-    return digits.make_pipeline, objective, 2 if is_small else 12
-
-
-def images_sweep(is_small: bool) -> Sweep:
-    folder = nas_images.make_photographs(Path(tempfile.gettempdir()) / "gpu-sweep-photographs")
-    classes = nas_images.find_photographs(folder)
-    sets = nas_images.split(classes)
-    if is_small:
-        sets = (sets[0][:32], sets[1][:8])
-    pipeline = partial(nas_images.make_pipeline, *sets, image_size=32 if is_small else 64)
-    objective = partial(
-        nas_images.objective,
-        space=nas_images.SPACES["small"],
-        num_classes=len(classes),
-        num_epochs=1 if is_small else 3,
-    )
-    return pipeline, objective, 2 if is_small else 8
+from optuna_fleet import FleetExecutor, LocalCluster
 
 
 def main() -> None:
-    name, device = sys.argv[1:]
-    make = {"digits": digits_sweep, "images": images_sweep}[name]
-    data, objective, num_trials = make(device == "cpu")
+    device = sys.argv[1]
+    num_epochs, num_trials = (1, 2) if device == "cpu" else (4, 12)
+    objective = partial(digits.objective, num_epochs=num_epochs)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     policy = "mip" if importlib.util.find_spec("mip") else "greedy"
     print(f"{num_trials} trials, policy {policy!r}; with the start of all processes:\n")
@@ -58,7 +29,7 @@ def main() -> None:
         )
         began = time.perf_counter()
         with FleetExecutor(
-            data(),
+            digits.make_pipeline(),
             devices=1,
             device_type=device,
             cluster=LocalCluster(slots_per_device=slots),

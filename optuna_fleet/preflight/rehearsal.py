@@ -104,7 +104,6 @@ class Scene:
 
     def objective(self, run: RunTrial) -> Any:
         """It, with the settings of its script."""
-        self._loaded.adopt_numbers()
         self._loaded.adopt_torch()
         return self._loaded.of(run)
 

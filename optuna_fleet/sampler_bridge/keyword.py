@@ -12,25 +12,17 @@ from optuna.trial import BaseTrial
 from optuna_fleet.arguments import check_that
 from optuna_fleet.exceptions import FleetConfigError, OutsideFleetError
 
-_MARK = "_optuna_fleet_original"
-
 
 def install() -> None:
     """Make `optuna.Study.optimize` take ``executor=``; done by ``import optuna_fleet``.
 
     Without the keyword, or with None, Optuna's own method runs, argument for argument. Trials that
     Optuna runs itself raise an AttributeError, for what only a `FleetTrial` has, that says how to
-    run them. `Study.trials_dataframe` shows what a fleet has noted of trials only where `attrs=`
-    asks for system attributes. Calling it again changes nothing.
+    run them. Calling it again changes nothing.
     """
-    if hasattr(optuna.Study.optimize, _MARK):
-        return
-    for name, wrapped in _WRAPPERS.items():
-        original = getattr(optuna.Study, name)
-        wrapper = wrapped(original)
-        setattr(wrapper, _MARK, original)
-        setattr(optuna.Study, name, wrapper)
-    BaseTrial.__getattr__ = _missing  # type: ignore[attr-defined]
+    if not hasattr(optuna.Study.optimize, "takes_executor"):
+        optuna.Study.optimize = _with_executor(optuna.Study.optimize)  # type: ignore[method-assign]
+        BaseTrial.__getattr__ = _missing  # type: ignore[attr-defined]
 
 
 def _with_executor(original: Any) -> Any:
@@ -64,27 +56,8 @@ def _with_executor(original: Any) -> Any:
         finally:
             del executor  # see `FleetExecutor._run`
 
+    optimize.takes_executor = True  # type: ignore[attr-defined]
     return optimize
-
-
-def _without_records(original: Any) -> Any:
-    @functools.wraps(original)
-    def trials_dataframe(self: optuna.Study, *args: Any, **kwargs: Any) -> Any:
-        frame = original(self, *args, **kwargs)
-        if args or "attrs" in kwargs:
-            return frame
-        return frame[[column for column in frame.columns if not _is_record(column)]]
-
-    return trials_dataframe
-
-
-def _is_record(column: str | tuple[str, str]) -> bool:
-    name = column if isinstance(column, str) else "_".join(column)
-    return name.startswith("system_attrs_optuna_fleet:")
-
-
-_WRAPPERS = {"optimize": _with_executor, "trials_dataframe": _without_records}
-"""Of methods of a study."""
 
 
 def _missing(trial: BaseTrial, name: str) -> NoReturn:
@@ -103,11 +76,3 @@ def _missing(trial: BaseTrial, name: str) -> NoReturn:
 
 def _is_executor(value: Any) -> bool:
     return hasattr(value, "optimize") and not isinstance(value, type | optuna.Study)
-
-
-def uninstall() -> None:
-    """Put Optuna's own methods back."""
-    if hasattr(optuna.Study.optimize, _MARK):
-        for name in _WRAPPERS:
-            setattr(optuna.Study, name, getattr(getattr(optuna.Study, name), _MARK))
-        del BaseTrial.__getattr__  # type: ignore[attr-defined]

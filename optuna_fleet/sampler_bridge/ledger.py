@@ -39,10 +39,7 @@ class Ledger:
     """Writes to one study in the name of the trials asked for by `proposals`.
 
     Attributes:
-        study: The study.
-        patiently: Waits for its storage.
         began: When the call began, seconds since the epoch.
-        records: Of the call.
         ended: How many trials the study has in each state, by its name in lower case: of those
             that were told, whatever was raised after that.
     """

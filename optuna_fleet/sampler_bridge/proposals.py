@@ -23,16 +23,9 @@ _NO_LIMIT = 2**31
 class Proposals:
     """The trials that this call asked for and has not finished. No other trial is ever touched.
 
-    Args:
-        study: The user's study.
-        n_trials: Trials to launch, or None for no limit.
-        timeout: Seconds after which no further trial is launched, or None.
-        patiently: Waits for the study's storage.
-        ownership: Marks the trials as this call's; gives those that a dead driver of it left.
+    `ownership` marks them as this call's, and gives those that a dead driver of it left.
 
     Attributes:
-        n_trials: As given.
-        timeout: As given.
         num_asked: Trials asked for so far, but for those that were given back.
         is_delayed: There was none when it was asked last.
     """

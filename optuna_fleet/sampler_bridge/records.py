@@ -44,14 +44,10 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpan:
-    """When a device was there, as recorded with the study.
+    """When a device was there, as recorded with the study, in seconds since the epoch.
 
-    Attributes:
-        device: Its number.
-        node: Name of its node.
-        kind: Its type.
-        start: When it joined, seconds since the epoch; or the call began.
-        end: When it was gone, or the call ended; None if that is not known.
+    From when it joined, or the call began, until it was gone, or the call ended: None if that is
+    not known.
     """
 
     device: int
@@ -63,16 +59,10 @@ class DeviceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """A trial that is on devices.
+    """A trial that is on devices since `start`, in seconds since the epoch.
 
-    Attributes:
-        trial: Its number.
-        devices: Numbers of the devices.
-        start: When it was launched there, seconds since the epoch.
-        epochs_done: Epochs that it is known to have done, since its beginning.
-        max_epochs: Epochs of the loop it is in; None if it does not say.
-        epoch_s: What its last epoch took there; None before the second, as the first is slower.
-        samples_per_s: How fast it trains there; None while that is not known.
+    `epochs_done` counts from its beginning, `max_epochs` is of the loop it is in. `epoch_s` is
+    what its last epoch took there: None before the second, as the first is slower.
     """
 
     trial: int
@@ -86,17 +76,15 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallState:
-    """One `optimize` call on a fleet, as it was when this was noted.
+    """One `optimize` call on a fleet, as it was when this was `noted`.
+
+    A driver that lives notes it again and again, after `every_s` seconds at the latest if the
+    storage lets it. When it `began` is in the keys of its other records.
 
     Attributes:
-        began: When it began, seconds since the epoch; its other records have that in their keys.
-        noted: When this was written: a driver that lives writes it again and again.
-        every_s: After how many seconds at the latest, if the storage lets it.
         ending: "done", "interrupted" (Ctrl-C) or "failed"; "" while it runs.
-        n_trials: As given to the call.
-        timeout: As given to the call.
         num_asked: Trials that it has asked the study for, those included that it took over.
-        waiting: Trials that it has asked for and that have no devices now.
+        waiting: Those of them that have no devices now.
         runs: Those that have.
     """
 

@@ -125,7 +125,6 @@ class Trainer:
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective.of(run)
-            self._objective.adopt_numbers()
             seed_run(run.seed, run.number)
             with once_torch_is_imported(partial(self._set_up_torch, run)):
                 returned = self._called(objective, trial, session)

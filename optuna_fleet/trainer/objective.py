@@ -64,10 +64,6 @@ class LoadedObjective:
             self._adoption.adopt(self._settings)
         return self._objectives[run.objective_id]
 
-    def adopt_numbers(self) -> None:
-        """Put in force, again, what decides what NumPy computes."""
-        self._adoption.adopt_numbers(self._settings)
-
     def adopt_torch(self) -> None:
         """Put in force, again, what decides what torch computes."""
         import torch

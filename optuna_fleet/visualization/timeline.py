@@ -41,7 +41,7 @@ _BY_ENDING = {Ending.YIELDED.value: Mark.MOVED, Ending.LOST.value: Mark.LOST}
 class Bar:
     """A trial was on a device, from and to these seconds since the study's first flight.
 
-    `text` says more of it, as HTML.
+    Its round is one of a `call`; `text` says more of it, as HTML.
     """
 
     number: int
@@ -49,6 +49,7 @@ class Bar:
     start_s: float
     end_s: float
     round: int
+    call: str = ""
     mark: Mark | None = None
     text: str = ""
 
@@ -68,16 +69,7 @@ class Timeline:
     @property
     def rows(self) -> list[Row]:
         """The devices from the top: node by node."""
-        distinct = {bar.row for bar in self.bars}
-        first: dict[str, int] = {}
-        for node, device in distinct:
-            first[node] = min(device, first.get(node, device))
-        return sorted(distinct, key=lambda row: (first[row[0]], row))
-
-    @property
-    def numbers(self) -> list[int]:
-        """The trials' numbers."""
-        return sorted({bar.number for bar in self.bars})
+        return sorted({bar.row for bar in self.bars})
 
     @property
     def duration_s(self) -> float:
@@ -86,19 +78,13 @@ class Timeline:
 
     @property
     def round_starts(self) -> list[float]:
-        """When the round of newly started flights increases.
-
-        Each call of `optimize` counts its rounds anew; it begins after all earlier flights ended.
-        """
-        starts: list[float] = []
-        current, last_end_s = self.bars[0].round if self.bars else 0, 0.0
+        """When a round of a call of `optimize` began, but for each call's first."""
+        starts: dict[tuple[str, int], float] = {}
+        firsts: dict[str, int] = {}
         for bar in self.bars:
-            if bar.round > current:
-                starts.append(bar.start_s)
-            is_new_call = bar.round < current and bar.start_s >= last_end_s
-            current = bar.round if is_new_call else max(current, bar.round)
-            last_end_s = max(last_end_s, bar.end_s)
-        return starts
+            starts.setdefault((bar.call, bar.round), bar.start_s)
+            firsts.setdefault(bar.call, bar.round)
+        return [start_s for (call, number), start_s in starts.items() if number > firsts[call]]
 
 
 def timeline_of(study: optuna.Study) -> Timeline:
@@ -163,6 +149,7 @@ def _bars(
                 start_s=start_s,
                 end_s=end_s,
                 round=flight["round"],
+                call=flight["call"],
                 mark=mark,
                 text="<br>".join(lines),
             )
@@ -192,8 +179,6 @@ _INK, _GREY, _ALERT = "#222222", "#C8C8C8", "#B2182B"
 _NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
 _BAR_HEIGHT = 0.84  # of a row
 _LONGEST_NAME = 24
-_MOST_LEGEND_ENTRIES = 20
-_FIRST = 1  # legend rank: the marks come before the trials
 _SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
 _HATCH = {
     "fgcolor": _INK,
@@ -202,7 +187,6 @@ _HATCH = {
     "solidity": 0.12,
     "size": 9,
 }
-_LINE = {"type": "line", "layer": "below"}
 
 # Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
 # text is readable on each. Neighbours, which often run at the same time, differ most.
@@ -212,18 +196,13 @@ _COLOURS = (
 )
 
 
-def colour_of(number: int) -> str:
-    """The colour of a trial, the same in every picture."""
-    return _COLOURS[number % len(_COLOURS)]
-
-
 def plot_timeline(study: optuna.Study) -> go.Figure:
     """Plot which trial was on which device when.
 
     Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
     have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
-    Where there are several nodes, the rows are grouped by them.
-    Who points at a flight is told how long it waited for data.
+    Where there are several nodes, the rows are grouped by them. Who points at a flight is told
+    how long it waited for data.
 
     Args:
         study: A study whose trials ran on a fleet.
@@ -245,29 +224,19 @@ def figure_of(timeline: Timeline) -> go.Figure:
         layout = {"annotations": [note], "xaxis": hidden, "yaxis": hidden}
         return go.Figure(layout={"template": "plotly_white", **layout})
     rows = {row: place for place, row in enumerate(timeline.rows)}
-    traces = [
-        *_bar_traces(timeline, rows),
-        *_mark_traces(timeline, rows),
-    ]
+    traces = [*_bar_traces(timeline.bars, rows), *_mark_traces(timeline.bars, rows)]
     return go.Figure(data=traces, layout=_layout(timeline))
-
-
-def _row_px(num_devices: int) -> int:
-    """Height of a row: less for many devices, so that the picture stays of a usable size."""
-    return max(14, min(60, 1600 // max(num_devices, 1)))
 
 
 def _layout(timeline: Timeline) -> dict[str, Any]:
     rows = timeline.rows
-    upright = {**_LINE, "yref": "paper", "y0": 0, "y1": 1, "name": "new round"}
-    upright |= {"legendrank": _FIRST, "line": {"color": "#707070", "width": 1.5}}
-    level = {**_LINE, "xref": "paper", "x0": 0, "x1": 1, "showlegend": False}
-    level |= {"line": {"color": "#909090", "width": 1}}
-    borders = [n - 0.5 for n in range(1, len(rows)) if rows[n][0] != rows[n - 1][0]]
+    upright = {"type": "line", "layer": "below", "yref": "paper", "y0": 0, "y1": 1}
+    upright |= {"name": "new round", "line": {"color": "#707070", "width": 1.5}}
+    row_px = max(14, min(60, 1600 // len(rows)))  # of many, less: the picture stays usable
     return {
         "template": "plotly_white",
         "title": {"text": html.escape(_title(timeline))},
-        "height": max(320, 140 + _row_px(len(rows)) * len(rows)),
+        "height": max(320, 140 + row_px * len(rows)),
         "margin": {"t": 70, "b": 60},
         "barmode": "overlay",
         "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
@@ -286,20 +255,18 @@ def _layout(timeline: Timeline) -> dict[str, Any]:
         },
         # The first line explains all of them in the legend.
         "shapes": [
-            *(
-                {**upright, "x0": time_s, "x1": time_s, "showlegend": index == 0}
-                for index, time_s in enumerate(timeline.round_starts)
-            ),
-            *({**level, "y0": height, "y1": height} for height in borders),
+            {**upright, "x0": time_s, "x1": time_s, "showlegend": index == 0}
+            for index, time_s in enumerate(timeline.round_starts)
         ],
     }
 
 
 def _title(timeline: Timeline) -> str:
     """What the picture shows, with the study's name if it was given one."""
-    counts = {"trial": len(timeline.numbers), "device": len({bar.row for bar in timeline.bars})}
+    trials, rows = {bar.number for bar in timeline.bars}, timeline.rows
+    counts = {"trial": len(trials), "device": len(rows)}
     shown = " on ".join(f"{n} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
-    if (num_nodes := len({bar.row[0] for bar in timeline.bars})) > 1:
+    if (num_nodes := len({node for node, _ in rows})) > 1:
         shown += f" of {num_nodes} nodes"
     return shown if timeline.name.startswith("no-name-") else f"{timeline.name}: {shown}"
 
@@ -313,28 +280,11 @@ def _labels(rows: Sequence[Row]) -> Iterator[str]:
         before = node
 
 
-# -- bars -----------------------------------------------------------------------------------------
-
-
-def _bar_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
-    bars = timeline.bars
-    if len(timeline.numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
-        yield {**_bar_trace(bars, rows), "showlegend": False}
-    else:
-        for number in timeline.numbers:
-            # The legend shows a trial as its trace's first bar, so the last flight comes first.
-            own = [bar for bar in reversed(bars) if bar.number == number]
-            yield {**_bar_trace(own, rows), "name": f"trial {number}"}
-    if any(bar.mark is Mark.PRUNED for bar in bars):  # draws nothing, but explains the hatch
-        marker = {"color": _GREY, "pattern": {"shape": "/", **_HATCH}}
-        entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
-        yield {"type": "bar", "orientation": "h", "legendrank": _FIRST, **entry}
-
-
-def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
-    return {
+def _bar_traces(bars: Sequence[Bar], rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+    yield {
         "type": "bar",
         "orientation": "h",
+        "showlegend": False,
         "width": _BAR_HEIGHT,
         "x": [bar.end_s - bar.start_s for bar in bars],
         "base": [bar.start_s for bar in bars],
@@ -347,16 +297,20 @@ def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
         "customdata": [bar.text for bar in bars],
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {
-            "color": [colour_of(bar.number) for bar in bars],
+            "color": [_COLOURS[bar.number % len(_COLOURS)] for bar in bars],
             "line": {"color": "white", "width": 1},
             "pattern": {"shape": ["/" * (bar.mark is Mark.PRUNED) for bar in bars], **_HATCH},
         },
     }
+    if any(bar.mark is Mark.PRUNED for bar in bars):  # draws nothing, but explains the hatch
+        marker = {"color": _GREY, "pattern": {"shape": "/", **_HATCH}}
+        entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
+        yield {"type": "bar", "orientation": "h", **entry}
 
 
-def _mark_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
+def _mark_traces(bars: Sequence[Bar], rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
     for mark, symbol in _SYMBOLS.items():
-        if own := [bar for bar in timeline.bars if bar.mark is mark]:
+        if own := [bar for bar in bars if bar.mark is mark]:
             yield {
                 "type": "scatter",
                 "mode": "markers",
@@ -365,7 +319,6 @@ def _mark_traces(timeline: Timeline, rows: dict[Row, int]) -> Iterator[dict[str,
                 "y": [rows[bar.row] for bar in own],
                 "hoverinfo": "skip",
                 "cliponaxis": False,
-                "legendrank": _FIRST,
                 "marker": {
                     "symbol": symbol,
                     "size": 11,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
-from optuna_fleet import FleetExecutor, TrialError
+from optuna_fleet import FleetExecutor
 from optuna_fleet.events import (
     MoveMeasured,
 )
@@ -41,30 +40,6 @@ def test_flights_are_recorded_and_decisions_told(log: Any) -> None:
     assert "sharing factor" in lines[-1]
     assert f"; {len(fleet.summary.plans)} plan" in lines[-1]
     assert repr(fleet.summary).split("\n  ") == lines[-1].removesuffix(".").split("; ")
-
-
-def test_a_data_frame_has_no_column_of_the_fleets(tmp_path: Path) -> None:
-    def objective(trial: optuna.Trial) -> float:
-        trial.set_user_attr("mine", 1)
-        if trial.number == 1:
-            raise TrialError("of the fleet's own")
-        return trial.suggest_float("x", 0, 1)
-
-    def columns_of(study: optuna.Study, **attrs: Any) -> set[str]:
-        frame = study.trials_dataframe(multi_index=False, **attrs)
-        return {name if isinstance(name, str) else "_".join(filter(None, name)) for name in frame}
-
-    studies = [optuna.create_study() for _ in range(2)]
-    for study in studies:
-        study.enqueue_trial({"x": 0.5})
-    with FleetExecutor(devices=1, device_type="cpu", checkpoints=tmp_path) as fleet:
-        studies[0].optimize(objective, n_trials=2, executor=fleet, catch=Exception)
-    studies[1].optimize(objective, n_trials=2, catch=Exception)
-    of_the_fleets, of_optuna = map(columns_of, studies)
-    assert of_the_fleets == of_optuna
-    assert {"params_x", "user_attrs_mine", "system_attrs_fixed_params"} <= of_the_fleets
-    asked = columns_of(studies[0], attrs=("number", "system_attrs"))
-    assert sum("optuna_fleet:" in name for name in asked) == 2
 
 
 def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:

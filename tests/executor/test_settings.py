@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import optuna
 import pytest
 import torch
@@ -40,10 +39,8 @@ def found() -> dict[str, Any]:
         "cudnn deterministic": torch.backends.cudnn.deterministic,
         "cudnn tf32": torch.backends.cudnn.allow_tf32,
         "threads": torch.get_num_threads(),
-        "numpy": np.geterr(),
         "warned": [warned(UserWarning, "about this"), warned(HomeMadeWarning, "of mine")],
         "levels": [logging.getLogger(name).level for name in (None, "a.b", "optuna")],
-        "disabled": logging.root.manager.disable,
     }
 
 
@@ -60,7 +57,6 @@ def warned(category: type[Warning], text: str) -> str:
 def tells(trial: Any) -> float:
     trial.set_user_attr("found", found())
     torch.set_default_dtype(torch.float16)  # of no concern to the next trial
-    np.seterr(over="print")
     return 0.0
 
 
@@ -90,13 +86,11 @@ def everything_set() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.set_num_threads(1)
-        np.seterr(divide="raise", under="warn")
         warnings.filterwarnings("ignore", "about t", UserWarning)
         warnings.filterwarnings("error", category=HomeMadeWarning)
         logging.getLogger().setLevel(logging.INFO)
         logging.getLogger("a.b").setLevel(5)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        logging.disable(logging.DEBUG)
         yield
     finally:
         here.adopt(before)

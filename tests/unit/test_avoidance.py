@@ -16,7 +16,7 @@ from optuna_fleet.events import (
     RankEnded,
 )
 from optuna_fleet.resources import Device
-from tests.unit.test_controller import (
+from tests.unit.world import (
     World,
     epoch_ended,
     launches,
@@ -45,8 +45,7 @@ def fly_on(world: World) -> None:
 
 def lose(world: World, run_id: int) -> list[Any]:
     """The trainer of a run dies, and has no successor yet."""
-    (device,) = world.runs.pop(run_id).devices
-    del world.busy[device]
+    (device,) = world.runs[run_id].devices
     return world.tell(DeviceLost(device=device))
 
 
@@ -92,8 +91,7 @@ def test_with_its_last_restart_it_waits_for_another_node_and_others_come_first(
     lose(world, 0)
     assert launches(world.tell(JOINED[A])) == [(2, (A,))]
     world.end(1)
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     assert launches(world.log)[-1] == (0, (B,))
 
 
@@ -116,8 +114,7 @@ def test_losses_do_not_count_once_it_gets_on_elsewhere(
         world.tell(epoch_ended(0, epochs_done=epoch + 1))
     lose(world, 0)
     world.end(1)
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     (run,) = world.runs
     for epoch in range(after):
         world.tell(epoch_ended(run, epochs_done=epoch + 1))
@@ -142,8 +139,7 @@ def test_losses_do_not_count_once_it_gets_on_where_it_was(
     world.tell(reached(0, "s"), rate(0))
     has_failed = []
     for furthest in epochs:
-        while world.unanswered:
-            world.decide()
+        world.decide_all()
         (run,) = world.runs
         for epoch in range(furthest):
             world.tell(epoch_ended(run, epochs_done=epoch + 1))

@@ -218,7 +218,7 @@ class AnySequence(RuleBasedStateMachine):
         assert not self.producing
 
 
-AnySequence.TestCase.settings = settings(max_examples=80, stateful_step_count=40, database=None)
+AnySequence.TestCase.settings = settings(max_examples=50, stateful_step_count=40, database=None)
 TestAnySequence = pytest.mark.filterwarnings("default")(AnySequence.TestCase)
 
 

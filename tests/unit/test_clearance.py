@@ -20,22 +20,19 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.trials import Trial
 from optuna_fleet.preflight.verdict import Finding
-from tests.unit.test_controller import World, epoch_ended, rate, reached
+from tests.unit.world import World, epoch_ended, rate, reached
 
 
 def flies(world: World, run_id: int, *traits: str, max_devices: int = 32) -> None:
     """A run trains, and its rate is known; all decisions are made."""
     world.tell(reached(run_id, f"s{run_id}", max_devices=max_devices, traits=frozenset(traits)))
     world.tell(rate(run_id))
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
 
 
 def moves(world: World, run_id: int = 0, epochs_done: int = 1) -> bool:
     """Whether a run is told to go on elsewhere at the end of an epoch."""
-    asked = world.tell(epoch_ended(run_id, epochs_done=epochs_done))
-    while world.unanswered:
-        asked += world.decide()
+    asked = world.tell(epoch_ended(run_id, epochs_done=epochs_done)) + world.decide_all()
     (answer,) = [one for one in asked if isinstance(one, AnswerEpoch)]
     return answer.decision is EpochDecision.YIELD
 
@@ -49,8 +46,7 @@ def one_trial(*traits: str, **more: Any) -> World:
     world = World(num_devices=3, trials=1, paradigm="elastic")
     flies(world, 0, *traits, **more)
     world.tell(epoch_ended(0))
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     return world
 
 
@@ -91,8 +87,7 @@ def several(*kinds: str) -> World:
         world.tell(told)
     for run_id in range(len(kinds)):
         world.tell(rate(run_id))
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     return world
 
 
@@ -100,8 +95,7 @@ def goes_on_checking(world: World) -> None:
     """The check under way has passed, and another one may be made."""
     world.checked()
     world.tell(CheckAffordable())
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
 
 
 def test_trials_whose_traits_have_all_passed_are_not_checked_again() -> None:
@@ -164,8 +158,7 @@ def test_a_check_that_is_lost_is_made_again() -> None:
     world = several("a")
     world.check = None
     world.tell(CheckEnded(finding=None))
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     assert len(checks(world)) == 2
 
 
@@ -174,8 +167,7 @@ def test_a_device_that_is_lost_meanwhile_is_given_to_nobody_until_it_joins() -> 
     (check,) = checks(world)
     world.tell(DeviceLost(device=check.device))
     world.checked()
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     assert all(check.device not in p.devices for p in world.controller._state.pending.values())
     world.tell(DeviceJoined(device=world.devices[check.device]))
     assert check.device in world.controller._state.idle

@@ -2,212 +2,52 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from optuna_fleet.alloc import Allocator, GreedyAllocator, RateProfile, validate
-from optuna_fleet.alloc.problem import Assignment, Flotilla, Plan
+from optuna_fleet.alloc import RateProfile
 from optuna_fleet.events import (
     Abort,
     Allocate,
-    AnswerEpoch,
-    BeginCheck,
-    CheckEnded,
     CheckpointSaved,
-    DataRequested,
     DeviceGone,
-    DeviceJoined,
     DeviceLost,
     Ending,
     EpochDecision,
-    EpochEnded,
-    Event,
     FinishTrial,
-    GiveUp,
     Interrupt,
     Launch,
-    Model,
     MoveMeasured,
     MoveRefused,
-    PlanDecided,
     ProposalDelayed,
-    ProposalsExhausted,
     Propose,
     RankEnded,
-    RateMeasured,
     Requeue,
-    ReturnToQueue,
     StartRound,
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import (
-    PARADIGMS,
-    PolicyRules,
-    Run,
-    Status,
+from optuna_fleet.executor.deciding.trials import PARADIGMS, PolicyRules, Run
+from tests.unit.world import (
+    World,
+    epoch_ended,
+    goes_on,
+    joined,
+    launches,
+    plan_of,
+    rate,
+    reached,
+    yields,
 )
-from optuna_fleet.preflight.verdict import Finding
-from optuna_fleet.resources import Device
-
-
-def joined(device: int) -> DeviceJoined:
-    return DeviceJoined(device=Device(index=device, node=device // 4, kind="cpu"))
-
-
-def reached(
-    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32, **more: Any
-) -> DataRequested:
-    model = Model(structure=structure, resumable=resumable, max_devices=max_devices, **more)
-    return DataRequested(run_id=run_id, model=model)
-
-
-def epoch_ended(run_id: int, *, epochs_done: int = 1, converged: bool = False) -> EpochEnded:
-    return EpochEnded(run_id=run_id, epochs_done=epochs_done, converged=converged)
-
-
-def rate(run_id: int) -> RateMeasured:
-    return RateMeasured(run_id=run_id, samples_per_s=100.0)
-
-
-def goes_on(run_id: int) -> AnswerEpoch:
-    return AnswerEpoch(run_id=run_id, decision=EpochDecision.GO)
-
-
-def yields(run_id: int, *devices: int) -> AnswerEpoch:
-    return AnswerEpoch(run_id=run_id, decision=EpochDecision.YIELD, devices=devices)
-
-
-class World:
-    """Feeds a controller, plays out what it says, and checks what must always hold."""
-
-    def __init__(
-        self,
-        num_devices: int = 4,
-        trials: int = 4,
-        devices: Sequence[Device] | None = None,
-        **policy: Any,
-    ) -> None:
-        self.controller = Controller(PolicyRules(**policy))
-        self.devices = devices or [joined(device).device for device in range(num_devices)]
-        self.allocator: Allocator = GreedyAllocator()
-        self.budget = trials
-        self.numbers = itertools.count()
-        self.runs: dict[int, Launch] = {}
-        self.busy: dict[int, int] = {}
-        self.done: list[int] = []
-        self.log: list[Any] = []
-        self.unanswered: list[Allocate] = []
-        self.yielding: set[int] = set()
-        self.check: BeginCheck | None = None  # under way
-        for device in self.devices:
-            self.tell(DeviceJoined(device=device))
-
-    def tell(self, *told: Event) -> list[Any]:
-        """Handle events and everything that follows by itself; return the instructions."""
-        seen: list[Any] = []
-        events = [*told]
-        while events:
-            for instruction in self.controller.handle(events.pop(0)):
-                seen.append(instruction)
-                events += self._carry_out(instruction)
-        self.log += seen
-        return seen
-
-    def _carry_out(self, instruction: Any) -> list[Event]:
-        match instruction:
-            case Propose():
-                if self.budget == 0:
-                    return [ProposalsExhausted()]
-                self.budget -= 1
-                return [TrialProposed(number=next(self.numbers))]
-            case Launch():
-                checked_on = {self.check.device} if self.check else set()
-                used = {*self.busy, *checked_on}
-                assert not set(instruction.devices) & used, "a device is used twice"
-                assert len(set(instruction.devices)) == len(instruction.devices)
-                flying = [run.number for run in self.runs.values()]
-                assert instruction.number not in flying, "a trial flies twice"
-                self.runs[instruction.run_id] = instruction
-                self.busy.update(dict.fromkeys(instruction.devices, instruction.run_id))
-            case BeginCheck():
-                assert self.check is None, "two checks at once"
-                assert instruction.device not in self.busy, "a device is used twice"
-                self.check = instruction
-            case Allocate():
-                self.unanswered.append(instruction)
-            case AnswerEpoch():
-                if instruction.decision is EpochDecision.YIELD:
-                    self.yielding.add(instruction.run_id)
-            case Interrupt():
-                self.yielding.add(instruction.run_id)
-            case FinishTrial() | GiveUp() | ReturnToQueue():
-                assert instruction.number not in self.done, "a trial ends twice"
-                self.done.append(instruction.number)
-        return []
-
-    def decide(self) -> list[Any]:
-        """The solver answers."""
-        problem = self.unanswered.pop(0).problem
-        plan = self.allocator.allocate(problem)
-        validate(problem, plan)
-        return self.tell(PlanDecided(plan=plan))
-
-    def settle_all(self) -> None:
-        """Let every flying trial be measured and every decision be made."""
-        for run_id in list(self.runs):
-            self.tell(reached(run_id, f"s{run_id}"))
-            self.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
-        while self.unanswered:
-            self.decide()
-
-    def checked(self, *, widens: bool = True, moves: bool = True) -> list[Any]:
-        """The check under way has come to this."""
-        assert self.check is not None
-        traits, self.check = self.check.traits, None
-        return self.tell(CheckEnded(finding=Finding(traits=traits, widens=widens, moves=moves)))
-
-    def end(self, run_id: int, ending: Ending = Ending.RETURNED) -> list[Any]:
-        """All ranks of a run end."""
-        launch = self.runs.pop(run_id)
-        seen: list[Any] = []
-        for device in launch.devices:
-            if self.busy.pop(device, None) is not None:
-                seen += self.tell(RankEnded(run_id=run_id, device=device, ending=ending))
-        return seen
-
-    def lose(self, run_id: int) -> None:
-        """The trainer of a run's first device dies, its peers notice; then a new one joins."""
-        launch = self.runs.pop(run_id)
-        for device in launch.devices:
-            del self.busy[device]
-        lost, *peers = launch.devices
-        self.tell(DeviceLost(device=lost))
-        for peer in peers:
-            self.tell(RankEnded(run_id=run_id, device=peer, ending=Ending.RAISED))
-        self.tell(DeviceJoined(device=self.devices[lost]))
-
-
-def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(i.number, i.devices) for i in instructions if isinstance(i, Launch)]
-
-
-def test_every_device_gets_a_probe_at_once() -> None:
-    world = World(num_devices=4, trials=10)
-    assert launches(world.log) == [(0, (0,)), (1, (1,)), (2, (2,)), (3, (3,))]
-    assert all(launch.probe and launch.measure for launch in world.runs.values())
-    assert {t.status for t in world.controller._state.trials.values()} == {Status.PROBING}
 
 
 def test_the_first_round_waits_for_all_rates() -> None:
     world = World(num_devices=2, trials=2)
     for run_id in (0, 1):
         world.tell(reached(run_id, f"s{run_id}"))
-    assert world.tell(RateMeasured(run_id=0, samples_per_s=10.0)) == []
-    (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
+    assert world.tell(rate(0, 10.0)) == []
+    (allocate,) = world.tell(rate(1, 20.0))
     assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 20.0]
     assert [c.devices for c in allocate.problem.candidates] == [(0,), (1,)]
 
@@ -267,12 +107,6 @@ def test_a_round_ends_when_fewer_than_alpha_of_its_devices_are_active(
     assert world.controller.round == before
 
 
-def plan_of(placed: dict[int, tuple[int, ...]]) -> PlanDecided:
-    rated = [Assignment(number=n, devices=d, rate=100.0 * len(d)) for n, d in placed.items()]
-    flotillas = tuple(Flotilla(assignments=(assignment,)) for assignment in rated)
-    return PlanDecided(plan=Plan(flotillas=flotillas, allocator="", reason="", status="heuristic"))
-
-
 def four_of_which_trial_0_gets_two() -> World:
     """Trial 0 is to have devices 0 and 1, trial 1 has to leave; 2 and 3 stay."""
     world = World(num_devices=4, trials=4)
@@ -315,8 +149,7 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
     world.settle_all()
     world.end(2)
     assert not world.unanswered
-    go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
-    assert world.tell(epoch_ended(3)) == [go]
+    assert world.tell(epoch_ended(3)) == [goes_on(3)]
 
 
 def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
@@ -327,7 +160,7 @@ def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
     (run_id,) = world.runs
     assert world.runs[run_id].devices == (0, 1)
     world.tell(reached(run_id, "s0"))
-    (allocate,) = world.tell(RateMeasured(run_id=run_id, samples_per_s=60.0))
+    (allocate,) = world.tell(rate(run_id, 60.0))
     assert allocate.problem.candidates[0].rates == (100.0, 60.0)
     world.decide()
     (answer,) = world.tell(epoch_ended(run_id))
@@ -369,8 +202,6 @@ def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
     world = World(num_devices=1, trials=2)
     world.end(0)
     (run_id,) = world.runs
-    world.runs.clear()
-    world.busy.clear()
     assert Requeue(number=1, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
 
 
@@ -406,13 +237,7 @@ def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
     if not movable:
         assert not world.unanswered
         world.tell(epoch_ended(run_id))
-    plan = Plan(
-        flotillas=(Flotilla(assignments=(Assignment(number=0, devices=(0, 1), rate=20.0),)),),
-        allocator="",
-        reason="",
-        status="optimal",
-    )
-    told = world.tell(PlanDecided(plan=plan))
+    told = world.tell(plan_of({0: (0, 1)}))
     assert (Interrupt(run_id=run_id, devices=(0, 1)) in told) is movable
     assert (yields(run_id, 0, 1) in told) is not movable
 

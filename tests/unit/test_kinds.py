@@ -10,30 +10,20 @@ from typing import Any
 import pytest
 
 from optuna_fleet.alloc import GreedyAllocator
-from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.cli import main
-from optuna_fleet.events import Allocate, Ending, Launch, RateMeasured
+from optuna_fleet.events import Allocate, Ending, Launch
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.deciding.profiles import Profiles
-from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.progress import Outcome
 from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
-from tests.unit.test_controller import World, reached
+from tests.unit.world import World, rate, reached
 
 
 def devices_of(*kinds: str) -> list[Device]:
     return [Device(index=i, node=0, kind=kind) for i, kind in enumerate(kinds)]
-
-
-def profiles_on(*kinds: str) -> Profiles:
-    presence = Presence()
-    for device in devices_of(*kinds):
-        presence.join(device)
-    return Profiles({}, presence)
 
 
 class MixedWorld(World):
@@ -51,90 +41,13 @@ class MixedWorld(World):
         return super()._carry_out(instruction)
 
 
-# -- rates ----------------------------------------------------------------------------------------
-
-
-def test_rates_are_per_device_type() -> None:
-    profiles = profiles_on("v100", "a100", "a100")
-    profiles.measure("s", (0,), 100.0)
-    profiles.measure("s", (2,), 250.0)
-    profiles.measure("s", (1, 2), 480.0)
-    assert profiles.rates("s", 1, "v100") == (100.0,)
-    assert profiles.rates("s", 2, "a100") == (250.0, 480.0)
-    assert profiles.is_measured("s", (2, 1))
-    assert not profiles.is_measured("s", (0, 1))
-
-
-def test_a_type_without_measurement_is_estimated_by_structures_measured_on_both() -> None:
-    profiles = profiles_on("v100", "a100")
-    for structure, slow, fast in (("a", 100.0, 200.0), ("b", 50.0, 150.0), ("c", 80.0, 200.0)):
-        profiles.measure(structure, (0,), slow)
-        profiles.measure(structure, (1,), fast)
-    profiles.measure("d", (0,), 10.0)
-    profiles.measure("e", (1,), 10.0)
-    assert profiles.rates("d", 1, "a100") == (25.0,)  # the median says 2.5 times faster
-    assert profiles.rates("e", 1, "v100") == (4.0,)
-
-
-def test_types_with_nothing_in_common_count_as_equally_fast() -> None:
-    profiles = profiles_on("v100", "a100")
-    profiles.measure("a", (0,), 100.0)
-    profiles.measure("b", (1,), 300.0)
-    assert profiles.rates("a", 1, "a100") == (100.0,)
-    for kind in "v100", "a100":
-        assert profiles.rates("never seen", 1, kind) == (200.0,)  # as fast as the others
-
-
-def test_the_estimate_comes_from_the_type_with_most_in_common() -> None:
-    profiles = profiles_on("x", "y", "z")
-    for structure in "ab":
-        profiles.measure(structure, (1,), 10.0)
-        profiles.measure(structure, (2,), 30.0)
-    profiles.measure("c", (0,), 7.0)
-    profiles.measure("c", (1,), 10.0)
-    assert profiles.rates("c", 1, "z") == (30.0,)
-
-
-def test_a_rate_far_below_its_estimate_is_news() -> None:
-    profiles = profiles_on("v100", "a100")
-    assert not profiles.measure("a", (0,), 100.0)
-    assert profiles.measure("a", (1,), 50.0)
-
-
-def test_rates_on_several_types_are_made_up_of_those_on_each() -> None:
-    profiles = profiles_on("v100", "a100", "a100")
-    profiles.measure("s", (0,), 100.0)
-    profiles.measure("s", (1, 2), 500.0)
-    on_three = profiles.rates("s", 3, "v100"), profiles.rates("s", 3, "a100")
-    expected = on_three[0][2] / 3 + on_three[1][2] * 2 / 3
-    assert profiles.rates("s", 3, SEVERAL)[2] == pytest.approx(expected)
-    assert not profiles.is_measured("s", (0, 1, 2))
-    assert profiles.measure("s", (0, 1, 2), expected / 2)  # far less than was expected
-    assert profiles.rates("s", 3, SEVERAL)[2] == expected / 2
-    assert profiles.rates("s", 3, SEVERAL)[1] == pytest.approx(
-        (on_three[0][1] / 3 + on_three[1][1] * 2 / 3) / 2
-    )
-    assert profiles.rates("s", 2, "a100")[1] == 500.0
-
-
-def test_a_mixture_is_measured_for_itself() -> None:
-    profiles = profiles_on("v100", "v100", "a100", "a100")
-    profiles.measure("s", (0, 2), 100.0)
-    assert profiles.is_measured("s", (1, 3))
-    assert not profiles.is_measured("s", (0, 1))
-    assert not profiles.is_measured("s", (0, 1, 2))
-    profiles.measure("s", (0, 1, 2), 140.0)
-    assert not profiles.is_measured("s", (0, 2, 3))
-    assert profiles.rates("s", 3, SEVERAL)[1:] == (100.0, 140.0)
-
-
 # -- problems and plans ---------------------------------------------------------------------------
 
 
 def first_problem(world: World) -> Any:
     for run_id in list(world.runs):
         world.tell(reached(run_id, "same"))
-        world.tell(RateMeasured(run_id=run_id, samples_per_s=100.0 * (1 + run_id)))
+        world.tell(rate(run_id, 100.0 * (1 + run_id)))
     (allocate,) = [i for i in world.log if isinstance(i, Allocate)]
     return allocate.problem
 
@@ -170,14 +83,12 @@ def test_who_needs_several_types_gets_them_when_the_others_have_ended() -> None:
     world.end(0, Ending.YIELDED)  # nothing is trained on fewer
     for run_id in (1, 2):
         world.tell(reached(run_id, "small"))
-        world.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
-    while world.unanswered:
-        world.decide()
+        world.tell(rate(run_id, 100.0))
+    world.decide_all()
     assert [launch.number for launch in world.runs.values()] == [1, 2]
     world.end(1)
     world.end(2)
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     (launch,) = world.runs.values()
     assert (launch.number, sorted(launch.devices)) == (0, [0, 1, 2])
     assert launch.measure
@@ -192,8 +103,7 @@ def test_who_needs_more_than_there_are_of_all_types_waits_for_more(
     world = MixedWorld(*kinds, trials=1, more_may_join=True)
     world.tell(reached(0, "large", min_devices=3, spans_types=True))
     world.end(0, Ending.YIELDED)
-    while world.unanswered:
-        world.decide()
+    world.decide_all()
     assert bool(world.runs) != waits
 
 

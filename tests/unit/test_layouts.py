@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.virtual_workers.layouts import (
@@ -112,6 +112,7 @@ def test_local_servers_keep_updates_within_nodes():
 stage_seconds = st.lists(st.floats(0.5, 2), min_size=1, max_size=5)
 
 
+@settings(max_examples=40)
 @given(stage_seconds, st.integers(1, 9), st.booleans())
 def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flush):
     times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in stage_s]

@@ -1,4 +1,4 @@
-"""How much memory there is by default, and that no more of it is taken."""
+"""How much memory, how many processes and how large chunks a machine has by default."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from optuna_fleet.pipeline.limits import (
-    available_bytes,
-    cgroup_headrooms,
-    num_out_of_memory,
-)
+from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError, ChunkProduced
+from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, choose_chunk_size
+from optuna_fleet.pipeline.wire import encode
 
 GIB = 1 << 30
 
@@ -40,7 +39,7 @@ class Groups:
 
     def headrooms(self, *memberships: str) -> list[int]:
         self.membership.write_text("".join(f"{line}\n" for line in memberships))
-        return cgroup_headrooms(self.root, self.membership)
+        return limits.cgroup_headrooms(self.root, self.membership)
 
 
 @pytest.fixture
@@ -76,8 +75,8 @@ def test_a_container_sees_its_own_limit_at_the_top(groups: Groups, line: str) ->
 
 def test_a_machine_without_control_groups(groups: Groups) -> None:
     assert groups.headrooms() == groups.headrooms("0::/job", "4:memory:/") == []
-    assert cgroup_headrooms(groups.root, groups.root / "none") == []
-    assert available_bytes() > 0
+    assert limits.cgroup_headrooms(groups.root, groups.root / "none") == []
+    assert limits.available_bytes() > 0
 
 
 @pytest.mark.parametrize(
@@ -90,5 +89,50 @@ def test_processes_killed_for_want_of_memory_are_those_of_this_group(
     (tmp_path / "cgroup").write_text(f"{membership}\n")
     (tmp_path / counters).parent.mkdir(parents=True)
     (tmp_path / counters).write_text("under_oom 0\noom_kill 7\n")
-    assert num_out_of_memory(tmp_path, tmp_path / "cgroup") == 7
-    assert num_out_of_memory(tmp_path, tmp_path / "none") >= 0
+    assert limits.num_out_of_memory(tmp_path, tmp_path / "cgroup") == 7
+    assert limits.num_out_of_memory(tmp_path, tmp_path / "none") >= 0
+
+
+# -- chunks and processes -------------------------------------------------------------------------
+
+
+def size_of(num_samples: int, sample_bytes: int, chunk_bytes: int = 4 << 20) -> int:
+    spec = DatasetSpec(name="train", num_samples=num_samples, length=num_samples, shuffled=True)
+    return choose_chunk_size(spec, sample_bytes=sample_bytes, chunk_bytes=chunk_bytes)
+
+
+def test_chunk_sizes() -> None:
+    sizes = {(10**6, 150_000): 16, (10**6, 10**8): 1, (3, 4): 3, (1600, 4): 64, (10**6, 4): 256}
+    assert {given: size_of(*given) for given in sizes} == sizes
+
+
+def test_news_of_the_largest_chunk_fits_into_a_packet() -> None:
+    size = size_of(10**9, 1, chunk_bytes=20 << 20)
+    complaint = ChunkError(summary="x" * MAX_TEXT, traceback="y" * MAX_TEXT)
+    assert encode(
+        ChunkProduced(
+            key=ChunkKey("train", 10**6, 10**6),
+            nbytes=1 << 60,
+            num_samples=size,
+            busy_s=1 / 3,
+            skipped=tuple(range(2**31 - size, 2**31)),
+            complaint=complaint,
+        )
+    )
+
+
+def test_defaults_fit_the_machine() -> None:
+    assert [limits.default_preprocessors(c, cpu_slots=True) for c in (1, 8)] == [1, 2]
+    assert [limits.default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
+    assert 1 << 20 < limits.budget(None, None) < 1 << 45
+    assert limits.default_chunk_bytes(10 << 30) == limits.default_chunk_bytes(None) == 20 << 20
+    assert limits.default_chunk_bytes(1 << 20) == 64 << 10
+    assert limits.default_chunk_bytes(1 << 10) == 4096
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_slots", "cpu_slots", "most"),
+    [(2, 2, True, 1), (8, 4, True, 4), (1, 1, True, 1), (2, 4, False, 1), (64, 8, False, 56)],
+)
+def test_limits_of_machines(cpus: int, num_slots: int, cpu_slots: bool, most: int) -> None:
+    assert limits.most_preprocessors(cpus, num_slots=num_slots, cpu_slots=cpu_slots) == most

@@ -11,7 +11,6 @@ from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
     DeviceGone,
-    DeviceJoined,
     DeviceLeaving,
     DeviceLost,
     Ending,
@@ -23,9 +22,7 @@ from optuna_fleet.events import (
     Launch,
     PlanDecided,
     ProposalsExhausted,
-    Propose,
     RankEnded,
-    RateMeasured,
     Requeue,
     ReturnToQueue,
     TrialProposed,
@@ -34,48 +31,20 @@ from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.resources import Device
-from tests.unit.test_controller import epoch_ended, reached
+from tests.unit.world import World, epoch_ended, joined, launches, rate, reached
 
 
 def device(index: int, *, node: int = 0, kind: str = "cpu") -> Device:
     return Device(index=index, node=node, kind=kind)
 
 
-def joined(index: int, *, node: int = 0, kind: str = "cpu") -> DeviceJoined:
-    return DeviceJoined(device=device(index, node=node, kind=kind))
-
-
 def node_leaves(*devices: int) -> list[Event]:
     return [DeviceGone(device=device) for device in devices]
 
 
-class Sweep:
-    """A controller and its study; plans are made at once."""
-
-    def __init__(self, trials: int, **policy: Any) -> None:
-        self.controller = Controller(PolicyRules(**policy))
-        self.numbers = iter(range(trials))
-        self.problems: list[Any] = []
-
-    def tell(self, *events: Event) -> list[Any]:
-        seen, queue = [], [events]
-        while queue:
-            for instruction in self.controller.handle(*queue.pop(0)):
-                seen.append(instruction)
-                match instruction:
-                    case Propose():
-                        number = next(self.numbers, None)
-                        answer = ProposalsExhausted() if number is None else None
-                        queue.append((answer or TrialProposed(number=number),))
-                    case Allocate():
-                        self.problems.append(instruction.problem)
-                        plan = GreedyAllocator().allocate(instruction.problem)
-                        queue.append((PlanDecided(plan=plan),))
-        return seen
-
-
-def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(i.number, i.devices) for i in instructions if isinstance(i, Launch)]
+def sweep_of(trials: int, **policy: Any) -> World:
+    """Without devices yet; plans are made at once."""
+    return World(trials=trials, devices=(), at_once=True, **policy)
 
 
 # -- who is there ---------------------------------------------------------------------------------
@@ -97,21 +66,12 @@ def test_kinds_and_the_widest_width_follow_who_is_there() -> None:
     assert (presence[2], presence.widest) == (device(2, node=1), 3)
 
 
-@pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
-def test_a_trial_whose_model_is_known_waits_for_the_next_node(paradigm: Any) -> None:
-    sweep = Sweep(trials=1, paradigm=paradigm)
-    sweep.tell(joined(0))
-    sweep.tell(reached(0, "s"), RateMeasured(run_id=0, samples_per_s=10.0))
-    sweep.tell(*node_leaves(0))
-    assert launches(sweep.tell(joined(3, node=1))) == [(0, (3,))]
-
-
 def test_a_problem_is_about_the_devices_that_are_there_node_by_node() -> None:
-    sweep = Sweep(trials=1, paradigm="elastic")
+    sweep = sweep_of(trials=1, paradigm="elastic")
     sweep.tell(joined(6, node=8), joined(3, node=8), joined(4, node=2), joined(9, node=2))
     sweep.tell(*node_leaves(4, 9), joined(1, node=2))
     (run_id,) = sweep.controller._state.runs
-    sweep.tell(reached(run_id, "s"), RateMeasured(run_id=run_id, samples_per_s=10.0))
+    sweep.tell(reached(run_id, "s"), rate(run_id, 10.0))
     sweep.tell(RankEnded(run_id=run_id, device=3, ending=Ending.YIELDED))
     assert sweep.problems[-1].nodes == ((1,), (3, 6))
     assert sweep.problems[-1].candidates[0].widest == 3
@@ -120,11 +80,11 @@ def test_a_problem_is_about_the_devices_that_are_there_node_by_node() -> None:
 # -- who is lost with a node ----------------------------------------------------------------------
 
 
-def two_ranks(**policy: Any) -> tuple[Sweep, int]:
+def two_ranks(**policy: Any) -> tuple[World, int]:
     """Trial 0 on devices 0, 1 of node 0 and device 2 of node 1."""
-    sweep = Sweep(trials=1, **policy)
+    sweep = sweep_of(trials=1, **policy)
     sweep.tell(joined(0), joined(1), joined(2, node=1))
-    sweep.tell(reached(0, "s"), RateMeasured(run_id=0, samples_per_s=10.0))
+    sweep.tell(reached(0, "s"), rate(0, 10.0))
     (launch,) = [
         i
         for i in sweep.tell(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
@@ -143,7 +103,7 @@ def two_ranks(**policy: Any) -> tuple[Sweep, int]:
     ],
 )
 def test_nodes_that_leave_never_count_against_a_trial(lost: list[Event]) -> None:
-    sweep = Sweep(trials=1, max_restarts=0)
+    sweep = sweep_of(trials=1, max_restarts=0)
     for run_id in range(5):
         sweep.tell(joined(0))
         assert sweep.tell(*lost) == [Requeue(number=0, run_id=run_id)]
@@ -184,7 +144,7 @@ def wide(run_id: int, least: int) -> list[Event]:
 
 
 def test_who_needs_more_devices_than_there_are_waits_for_them() -> None:
-    sweep = Sweep(trials=1, more_may_join=True)
+    sweep = sweep_of(trials=1, more_may_join=True)
     sweep.tell(joined(0))
     assert launches(sweep.tell(*wide(0, 3))) == []
     assert launches(sweep.tell(joined(1, node=4))) == []
@@ -192,7 +152,7 @@ def test_who_needs_more_devices_than_there_are_waits_for_them() -> None:
 
 
 def test_who_waits_for_more_devices_leaves_those_there_to_others_up_to_a_point() -> None:
-    sweep = Sweep(trials=9, more_may_join=True)
+    sweep = sweep_of(trials=9, more_may_join=True)
     sweep.tell(joined(0))
     assert launches(sweep.tell(*wide(0, 2))) == [(1, (0,))]
     assert launches(sweep.tell(*wide(1, 2))) == []  # the sampler should know of some values first
@@ -211,9 +171,9 @@ def test_who_waits_for_more_devices_leaves_those_there_to_others_up_to_a_point()
 
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
 def test_who_is_on_a_device_that_leaves_goes_elsewhere_before(paradigm: Any) -> None:
-    sweep = Sweep(trials=1, paradigm=paradigm)
+    sweep = sweep_of(trials=1, paradigm=paradigm)
     sweep.tell(joined(0))
-    sweep.tell(reached(0, "s", resumable=True), RateMeasured(run_id=0, samples_per_s=10.0))
+    sweep.tell(reached(0, "s", resumable=True), rate(0, 10.0))
     assert sweep.tell(DeviceLeaving(device=0)) == []
     answer = AnswerEpoch(run_id=0, decision=EpochDecision.YIELD)
     assert sweep.tell(epoch_ended(0)) == [answer]
@@ -227,10 +187,10 @@ def test_who_is_on_a_device_that_leaves_goes_elsewhere_before(paradigm: Any) -> 
 
 @pytest.mark.parametrize("within_epochs", [True, False])
 def test_who_loses_a_device_stays_on_the_others(within_epochs: bool) -> None:
-    sweep = Sweep(trials=1, paradigm="elastic", moves_within_epochs=within_epochs)
+    sweep = sweep_of(trials=1, paradigm="elastic", moves_within_epochs=within_epochs)
     sweep.tell(*(joined(index, node=index) for index in range(4)))
     sweep.tell(reached(0, "s", resumable=True, movable=True))
-    sweep.tell(RateMeasured(run_id=0, samples_per_s=10.0))
+    sweep.tell(rate(0, 10.0))
     ((_, devices),) = launches(sweep.tell(RankEnded(run_id=0, device=0, ending=Ending.YIELDED)))
     gone, *rest = devices
     assert rest
@@ -250,7 +210,7 @@ def test_a_plan_that_did_not_know_of_a_leave_is_not_carried_out_there() -> None:
     controller.handle(joined(0), joined(1))
     controller.handle(TrialProposed(number=0))
     controller.handle(ProposalsExhausted())
-    controller.handle(reached(0, "s", resumable=True), RateMeasured(run_id=0, samples_per_s=1.0))
+    controller.handle(reached(0, "s", resumable=True), rate(0, 1.0))
     asked = controller.handle(epoch_ended(0))
     (problem,) = [i.problem for i in asked if isinstance(i, Allocate)]
     plan = GreedyAllocator().allocate(problem)
@@ -261,7 +221,7 @@ def test_a_plan_that_did_not_know_of_a_leave_is_not_carried_out_there() -> None:
 
 
 def test_what_its_trials_could_use_is_known_once_no_more_are_proposed() -> None:
-    sweep = Sweep(trials=2)
+    sweep = sweep_of(trials=2)
     sweep.tell(joined(0))
     assert sweep.controller.most_usable is None
     sweep.tell(joined(1), joined(2))  # it asks for a third trial

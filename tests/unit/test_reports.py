@@ -1,4 +1,4 @@
-"""What a trial knows of its own reports."""
+"""What a trial knows of its own reports, and on how many devices it may train."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from optuna_fleet.trainer.run_parts import Bounds
 from optuna_fleet.trainer.session import Reports
 
 NAN = math.nan
@@ -55,3 +56,18 @@ def test_only_improvements_are_the_best_so_far() -> None:
     reports.begin_with({0: 0.1})
     values = [NAN, 0.1, 0.3, 0.2, 0.3, 0.4]
     assert [v for step, v in enumerate(values, start=1) if reports.add(v, step)] == [0.3, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "num_samples", "wanted"),
+    [
+        (1, None, 8, 8),  # no rank without a sample
+        (3, None, 2, 3),  # but for as many as it asks for
+        (1, 4, 8, 4),
+        (3, 3, 2, 3),
+    ],
+)
+def test_it_has_no_more_devices_than_samples_unless_it_asks_for_them(
+    least: int, most: int | None, num_samples: int, wanted: int
+) -> None:
+    assert Bounds(min_devices=least, max_devices=most).most_for(num_samples) == wanted

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import queue
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,10 +11,7 @@ from hypothesis import strategies as st
 
 from optuna_fleet.executor.call import runs
 from optuna_fleet.trainer.link import StopLine
-from optuna_fleet.wire.messages import (
-    Place,
-    StopAt,
-)
+from optuna_fleet.wire.messages import Place, StopAt
 
 STEPS = 4
 PLACES: list[Place] = [(1, epoch, step) for epoch in range(3) for step in range(STEPS)]
@@ -137,27 +132,3 @@ def test_a_run_that_goes_on_may_be_asked_again(saves: bool) -> None:
     line.stop_at(order((1, 0, 5)))
     assert line.take((1, 0, 4), (1, 0, 5)) is None
     assert line.take((1, 0, 5), (1, 0, 6)) == order((1, 0, 5))
-
-
-class Driver:
-    """The other end of a channel; None ends it."""
-
-    def __init__(self) -> None:
-        self.messages = queue.SimpleQueue[Any]()
-        self.sent = queue.SimpleQueue[Any]()
-
-    def send(self, message: Any) -> None:
-        self.sent.put(message)
-
-    def receive(self) -> Any:
-        message = self.messages.get()
-        if message is None:
-            raise EOFError
-        return message
-
-
-@pytest.fixture
-def driver() -> Any:
-    driver = Driver()
-    yield driver
-    driver.messages.put(None)
