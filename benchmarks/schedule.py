@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from ensembles import RESCALE_S, STORIES, ensemble
 
 from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
-from optuna_fleet.replay.trial_files import pruned_after
-from optuna_fleet.replay.workload import Rules
+from optuna_fleet.replay.workload import Rules, pruned_after
 
 POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l", "mip", "elastic")
 DEVICES = tuple(range(20, 161, 20))

@@ -6,8 +6,8 @@ python -m benchmarks.papers all --markdown                      # the page docs/
 
 Of each row it says: reproduced, differs (and why), or can't be measured here (and why). FOLDER
 has `summit_idle_week1.npz` and `bftrainer_jobs.json`, made from what was published with BFTrainer;
-see `optuna_fleet/replay/{trace,trial_files}.py` for the fields. Without it the rows that need it
-say so.
+see `optuna_fleet/replay/trace.py` and `bftrainer.py` for the fields. Without it the rows that need
+it say so.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ move costs is charged at the old rate. U is Eq. 17 and 18; see `replay/scenarios
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -26,10 +27,8 @@ from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.policies import Elastic, Own
 from optuna_fleet.replay.progress import Outcome, Progress
 from optuna_fleet.replay.scenarios import TraceScenario, trace_report, utilisation
-from optuna_fleet.replay.synthetic import SUMMIT_NODES
-from optuna_fleet.replay.trace import NodeTrace, load_trace, trace_statistics
-from optuna_fleet.replay.trial_files import load_jobs
-from optuna_fleet.replay.workload import SimulatedTrial
+from optuna_fleet.replay.trace import SUMMIT_NODES, NodeTrace, load_trace, trace_statistics
+from optuna_fleet.replay.workload import BFTRAINER_RATES, SimulatedTrial, bftrainer_trials
 
 TITLE = "BFTrainer"
 ABOUT = (
@@ -114,12 +113,12 @@ def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
         yield Table(title="Figures 1, 7 to 16, Tables 1, 3 and 4", rows=tuple(_missing()))
         return
     trace = load_trace(folder / "summit_idle_week1.npz")
-    jobs = folder / "bftrainer_jobs.json"
+    jobs = json.loads((folder / "bftrainer_jobs.json").read_text())
     data = Data(
         quick=quick,
         trace=_until(trace, 24 * _HOUR_S) if quick else trace,
-        equal=load_jobs(jobs, "hpo"),
-        diverse=load_jobs(jobs, "diverse"),
+        equal=_trials(jobs["scaling"], jobs["hpo_shufflenet"]),
+        diverse=_trials(jobs["scaling"], jobs["diverse"]),
     )
     note = "The first day only, in which few nodes are idle." if quick else ""
     rows = tuple(_trace_rows(data.trace))
@@ -157,11 +156,37 @@ def _missing() -> Iterator[Row]:
         yield Row(place=place, what=what, paper=paper, why=_NO_TRACE)
 
 
+def _trials(scaling: dict[str, Any], jobs: dict[str, Any]) -> tuple[SimulatedTrial, ...]:
+    """Of an experiment, which has a model or some in turn; rates between widths are linear."""
+    names, widths = jobs.get("cycle") or [jobs["dnn"]], range(1, jobs["Jmax"] + 1)
+    rates = {
+        name: tuple(np.interp(widths, its["nodes"], its["images_per_s"]).tolist())
+        for name, its in scaling.items()
+    }
+    up, down = (
+        its if isinstance(its, list) else [its] * jobs["n_jobs"]
+        for its in (jobs["Tcup_s"], jobs["Tcdw_s"])
+    )
+    return tuple(
+        SimulatedTrial(
+            name=names[k % len(names)],
+            rates=rates[names[k % len(names)]],
+            epochs=1,
+            samples_per_epoch=jobs["Pmax_images"],
+            submit_s=k * jobs["spacing_s"],
+            min_devices=jobs["Jmin"],
+            rescale_up_s=up[k],
+            rescale_down_s=down[k],
+        )
+        for k in range(jobs["n_jobs"])
+    )
+
+
 # -- decisions ------------------------------------------------------------------------------------
 
 
 def _figure5(num_instances: int) -> Row:
-    trials = load_jobs(None, "diverse")[:35]
+    trials = bftrainer_trials(tuple(BFTRAINER_RATES), 35)
     allocator = ElasticAllocator(objective="throughput", forward_looking_s=120.0)
     times_s = []
     for seed in range(num_instances):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
@@ -13,9 +12,8 @@ import pytest
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import bftrainer
 from benchmarks.papers.rows import Row, Table, Verdict, as_markdown, at_least
-from optuna_fleet.replay.synthetic import synthetic_trace
-from optuna_fleet.replay.trace import save_trace
-from optuna_fleet.replay.trial_files import BFTRAINER
+from optuna_fleet.replay.trace import save_trace, synthetic_trace
+from optuna_fleet.replay.workload import BFTRAINER_NODES, BFTRAINER_RATES
 
 DOCS = Path(__file__).parents[2] / "docs"
 LOOSEST = 0.25
@@ -68,11 +66,17 @@ def test_what_loses_to_the_baseline_is_not_called_reproduced() -> None:
 def made_up(folder: Path) -> Path:
     """As BFTrainer's data, but four hours of some 8 nodes, and few small trials."""
     save_trace(synthetic_trace(0, num_nodes=64, hours=4), folder / "summit_idle_week1.npz")
-    jobs, names = copy.deepcopy(BFTRAINER), bftrainer.IN_DATA
-    jobs["scaling"] = {names[name]: rates for name, rates in jobs["scaling"].items()}
-    small = {"n_jobs": 20, "Pmax_images": 2.6e6}
-    jobs["hpo_shufflenet"] |= small | {"dnn": names["ShuffleNet"]}
-    jobs["diverse"] |= small | {"cycle": list(names.values())}
+    names = bftrainer.IN_DATA
+    small = {"n_jobs": 20, "Pmax_images": 2.6e6, "Jmin": 1, "Jmax": 64, "spacing_s": 36.0}
+    small |= {"Tcup_s": 18.0, "Tcdw_s": [12.0] * 20}
+    jobs = {
+        "scaling": {
+            names[name]: {"nodes": BFTRAINER_NODES, "images_per_s": [1000 * r for r in rates]}
+            for name, rates in BFTRAINER_RATES.items()
+        },
+        "hpo_shufflenet": small | {"dnn": names["ShuffleNet"]},
+        "diverse": small | {"cycle": list(names.values())},
+    }
     (folder / "bftrainer_jobs.json").write_text(json.dumps(jobs))
     return folder
 
