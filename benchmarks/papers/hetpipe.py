@@ -147,7 +147,7 @@ def on_four_s(name: str, layers: Layers, within: Link) -> float:
 def link_for(seconds: float, takes: Callable[[Link], float]) -> Link:
     """With which something takes so long."""
     slow, fast = 1e8, 1e11
-    for _ in range(40):
+    for _ in range(24):  # to some millionths
         middle = math.sqrt(slow * fast)
         if takes(Link(bytes_per_s=middle)) > seconds:
             slow = middle

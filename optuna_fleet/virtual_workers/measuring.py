@@ -23,10 +23,7 @@ from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.trainer.run_parts import Parts
-from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
-from optuna_fleet.virtual_workers.stage import Loss, leaf_of
-from optuna_fleet.virtual_workers.stage_placement import (
+from optuna_fleet.virtual_workers.layouts import (
     WIRE,
     Demand,
     LayerCost,
@@ -34,6 +31,9 @@ from optuna_fleet.virtual_workers.stage_placement import (
     Ranks,
     TooManyDevices,
 )
+from optuna_fleet.virtual_workers.parameter_server import Directory
+from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
+from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 from optuna_fleet.virtual_workers.sums import has_statistics
 
 Need = Callable[[int], NoReturn]

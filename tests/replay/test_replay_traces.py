@@ -36,9 +36,8 @@ INTERRUPT = "kill -INT $PPID"
 # -- made up ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_made_up_week_of_summit_is_as_published(seed: int) -> None:
-    week = trace_statistics(synthetic_trace(seed, num_nodes=SUMMIT_NODES))
+def test_a_made_up_week_of_summit_is_as_published() -> None:
+    week = trace_statistics(synthetic_trace(0, num_nodes=SUMMIT_NODES))
     assert (week["nodes"], week["hours"]) == (4608, 168.0)
     assert week["joins_per_h"] == pytest.approx(42, rel=0.1)
     assert week["leaves_per_h"] == pytest.approx(31, rel=0.1)
@@ -85,7 +84,7 @@ def test_a_new_user_replays_bftrainers_jobs_without_any_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(tmp_path / "trace.npz")
-    assert main(["trace", trace, "--nodes", "64", "--hours", "24", "--seed", "1"]) == 0
+    assert main(["trace", trace, "--nodes", "32", "--hours", "8", "--seed", "1"]) == 0
     assert "mean_idle " in capsys.readouterr().out
     assert main(["replay", trace, "--mix", "diverse", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)

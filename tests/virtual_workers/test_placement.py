@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from optuna_fleet.virtual_workers.layouts import Demand, Ranks
 from optuna_fleet.virtual_workers.measuring import LayerCost, blocks_of, layer_costs, link_of
-from optuna_fleet.virtual_workers.minibatches import microbatches
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link
-from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks
+from optuna_fleet.virtual_workers.pipeline import microbatches
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
