@@ -78,7 +78,7 @@ _WINDOW_S = 6 * _HOUR_S
 _FIG15_S = 60 * _HOUR_S
 SIMILAR: Span = (0.95, 1.05)
 
-_NO_TRACE = "needs the published trace and jobs: `--trace FOLDER`"
+_NO_TRACE = "They need the published trace and jobs: `--trace FOLDER`."
 _NODES = (
     "not known; which 1,024 of Summit's 4,608 nodes the paper took isn't published, here they are "
     "the first ones"
@@ -107,10 +107,10 @@ class Data:
 
 
 def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
-    """All of them. Without data all rows but Figure 5's say so; if quick, of the first day."""
+    """All of them. Without data Figure 5 only; if quick, of the first day."""
     yield Table(title="Figure 5: time of a decision", rows=(_figure5(3 if quick else 11),))
     if folder is None:
-        yield Table(title="Figures 1, 7 to 16, Tables 1, 3 and 4", rows=tuple(_missing()))
+        yield Table(title="Figures 1, 7 to 16, Tables 1, 3 and 4", rows=(), note=_NO_TRACE)
         return
     trace = load_trace(folder / "summit_idle_week1.npz")
     jobs = json.loads((folder / "bftrainer_jobs.json").read_text())
@@ -134,26 +134,6 @@ def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
         )
     yield Table(title="Figure 15: U by model, 60 hours", rows=tuple(_figure15(runs)))
     yield Table(title="Figure 16: U by rescaling cost", rows=tuple(_figure16(runs)))
-
-
-def _missing() -> Iterator[Row]:
-    for place, what, paper in (
-        ("Table 1, 2.1", "idle nodes, and how often they change", "407 nodes; 68 events an hour"),
-        ("Fig. 1", "fragments of less than 10 minutes", "58 %, of 10 % of node time"),
-        ("Fig. 7a", "preempted within 170 s", "90 %"),
-        ("Fig. 7b", "rescaling cost, heuristic / MILP with T_fwd = 10 s", "76 x"),
-        ("Fig. 8", "return on investment by T_fwd", "falls"),
-        ("Fig. 9", "U, T_fwd = 120 s; heuristic", "80 %; 75 %"),
-        ("Fig. 10", "U of six hours", "up to 90 %"),
-        ("Fig. 11", "preemption cost, MILP and heuristic", "little difference"),
-        ("Fig. 12", "hours by objective", "similar only for scaling efficiency"),
-        ("Fig. 13", "U by objective and T_fwd", "scaling efficiency is better"),
-        ("Fig. 14", "U, runtime and node hours by P_jmax", "rise; node hours fall"),
-        ("Tables 3, 4", "hours of each model by P_jmax", "0.4 to 42.3 h"),
-        ("Fig. 15", "U by model", "75 % to 83 %"),
-        ("Fig. 16", "U by rescaling cost", "falls slightly"),
-    ):
-        yield Row(place=place, what=what, paper=paper, why=_NO_TRACE)
 
 
 def _trials(scaling: dict[str, Any], jobs: dict[str, Any]) -> tuple[SimulatedTrial, ...]:

@@ -64,11 +64,11 @@ def test_what_loses_to_the_baseline_is_not_called_reproduced() -> None:
 
 
 def made_up(folder: Path) -> Path:
-    """As BFTrainer's data, but two hours of some 8 nodes, and few small trials."""
-    save_trace(synthetic_trace(0, num_nodes=64, hours=2), folder / "summit_idle_week1.npz")
+    """As BFTrainer's data, but four hours of some 8 nodes, and few small trials."""
+    save_trace(synthetic_trace(0, num_nodes=64, hours=4), folder / "summit_idle_week1.npz")
     names = bftrainer.IN_DATA
-    small = {"n_jobs": 14, "Pmax_images": 2.6e6, "Jmin": 1, "Jmax": 64, "spacing_s": 36.0}
-    small |= {"Tcup_s": 18.0, "Tcdw_s": [12.0] * 14}
+    small = {"n_jobs": 10, "Pmax_images": 2.6e6, "Jmin": 1, "Jmax": 64, "spacing_s": 36.0}
+    small |= {"Tcup_s": 18.0, "Tcdw_s": [12.0] * 10}
     jobs = {
         "scaling": {
             names[name]: {"nodes": BFTRAINER_NODES, "images_per_s": [1000 * r for r in rates]}

@@ -234,7 +234,6 @@ def goes_its_own_way(trial: Any, *, options: dict[str, Any], rank: int | None, h
     [
         (FLUSHED, 3, "breaks", ""),
         (SHARED, 2, "breaks", ""),
-        (SHARED, 1, "returns", "returned"),
         (SERVERS, 2, "is pruned", "was pruned"),
         (ALONE, 0, "returns", "returned"),
     ],
