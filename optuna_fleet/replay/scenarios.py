@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from optuna_fleet.alloc.fluid import fluid_optimum
+from optuna_fleet.alloc.fluid import Rates, fluid_optimum
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.replay.progress import Outcome, Progress
@@ -59,7 +59,7 @@ class EnsembleScenario:
         lookahead = len(self.trials) if self.lookahead is None else self.lookahead
         policy = named.rules(lookahead=lookahead)
         policy = replace(policy, moves_within_epochs=policy.moves_within_epochs and self.movable)
-        fleet = self.fleet()
+        fleet = self._fleet()
         profiles = believed_profiles(
             self.trials, fleet.kinds, noise=self.noise, seed=self.seed, widest=self.widest_known
         )
@@ -69,8 +69,7 @@ class EnsembleScenario:
         everything = FleetChange(time_s=0.0, joined=tuple(range(len(fleet))))
         return simulation.run(iter([everything]))
 
-    def fleet(self) -> Fleet:
-        """Its devices, node by node."""
+    def _fleet(self) -> Fleet:
         given = self.num_devices
         num_by_kind = given if isinstance(given, Mapping) else {"simulated": given}
         places = [
@@ -90,10 +89,9 @@ def simulation_report(
     run: EnsembleScenario, outcome: Outcome, baseline: Outcome
 ) -> dict[str, Any]:
     """What came of it, beside the baseline and the lower bound."""
-    num_devices = len(run.fleet())
-    bound_s = lower_bound_s(run.trials, num_devices)
+    bound_s = lower_bound_s(run.trials, run.num_devices)
     return {
-        "devices": num_devices,
+        "devices": run.num_devices if isinstance(run.num_devices, int) else {**run.num_devices},
         "seed": run.seed,
         **common_report(outcome),
         "lower_bound_s": bound_s,
@@ -226,18 +224,39 @@ def utilisation(
     return node_s / (mean_nodes * seconds)
 
 
-def lower_bound_s(trials: Sequence[SimulatedTrial], num_devices: int) -> float:
+def lower_bound_s(trials: Sequence[SimulatedTrial], num_devices: int | Mapping[str, int]) -> float:
     """No schedule is shorter, however clever: moves are free, and every length is known.
+
+    With several device types each trial trains as fast as on those that suit it best, wherever
+    it is: there the bound is not as sharp.
 
     Args:
         trials: At least one.
-        num_devices: Devices of the fleet, all alike.
+        num_devices: Devices of the fleet, or of each device type.
 
     Returns:
         Seconds: the fluid optimum of all the work, or the latest a trial can end that starts as it
         is submitted and flies alone.
     """
-    rates = [trial.rates[:num_devices] for trial in trials]
-    fluid_s, _ = fluid_optimum(rates, [t.work for t in trials], num_devices)
+    num_by_kind = num_devices if isinstance(num_devices, Mapping) else {"": num_devices}
+    total = sum(num_by_kind.values())
+    rates = [_best_rates(t, num_by_kind, total) for t in trials]
+    fluid_s, _ = fluid_optimum(rates, [t.work for t in trials], total)
     alone = (t.submit_s + t.work / max(own) for t, own in zip(trials, rates, strict=True))
     return max(fluid_s, *alone)
+
+
+def _best_rates(trial: SimulatedTrial, num_by_kind: Mapping[str, int], total: int) -> Rates:
+    """Of each number of devices, on those of as many that suit it best."""
+    most = total if trial.spans_types else max(num_by_kind.values())
+    widths = range(1, min(most, len(trial.rates)) + 1)
+    return tuple(_best_rate(trial, m, num_by_kind) for m in widths)
+
+
+def _best_rate(trial: SimulatedTrial, m: int, num_by_kind: Mapping[str, int]) -> float:
+    if not trial.spans_types:
+        return max(trial.rates_on(kind)[m - 1] for kind, n in num_by_kind.items() if n >= m)
+    chosen: dict[str, int] = {}
+    for kind in sorted(num_by_kind, key=lambda kind: -trial.rates_on(kind)[m - 1]):
+        chosen[kind] = min(num_by_kind[kind], m - sum(chosen.values()))
+    return trial.rate_on(chosen)

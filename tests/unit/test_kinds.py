@@ -14,7 +14,7 @@ from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.executor.deciding.state import Presence
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.progress import Outcome
-from optuna_fleet.replay.scenarios import EnsembleScenario
+from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
 from tests.unit.test_controller import World, reached
@@ -247,13 +247,14 @@ def test_in_every_policy_trials_that_need_several_types_come_to_their_turn(polic
     run = EnsembleScenario(trials=trials, num_devices={"v": 2, "a": 1}, policy=policy, lookahead=0)
     outcome = run.run()
     assert all(p.ended_s is not None for p in outcome.trials.values())
+    assert outcome.end_s >= lower_bound_s(trials, {"v": 2, "a": 1})
     widths = {span.number: len(span.devices) for span in outcome.spans}
     assert [widths[number] for number in (2, 5)] == [3, 3]
     rate = large.rate_on({"v": 2, "a": 1})
     assert rate == pytest.approx((2 * 10.0 + 20.0) * 3**0.9 / 3)
 
 
-def test_a_trial_that_spans_types_is_faster_for_it() -> None:
+def test_a_trial_that_spans_types_is_faster_for_it_and_bounded_by_all_devices() -> None:
     rates = {k: tuple(r * m for m in (1, 2, 3)) for k, r in (("v", 10.0), ("a", 20.0))}
     alone = SimulatedTrial(
         name="x", rates=rates["a"], rates_by_kind=rates, epochs=30, samples_per_epoch=40.0
@@ -261,3 +262,4 @@ def test_a_trial_that_spans_types_is_faster_for_it() -> None:
     spans = replace(alone, spans_types=True)
     assert simulated([alone], v=2, a=1).end_s == pytest.approx(60.0)
     assert simulated([spans], v=2, a=1).end_s < 33.0  # it starts on one
+    assert lower_bound_s([spans], {"v": 2, "a": 1}) == pytest.approx(30.0, rel=1e-4)
