@@ -47,7 +47,7 @@ small_problems = mixed_problems(max_candidates=4, max_devices=6)
 some_cost = st.sampled_from([0.0, 0.3, 5.0])
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(problem=small_problems, worth=worths(), cost=some_cost)
 def test_no_choice_that_can_be_flown_is_worth_more_with_or_without_pruning(problem, worth, cost):
     made = Program.of(problem, worth, cost)
@@ -64,7 +64,7 @@ def test_no_choice_that_can_be_flown_is_worth_more_with_or_without_pruning(probl
         assert decision.status == ("optimal" if made.options else "trivial")
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(problem=small_problems, worth=worths(), cost=some_cost)
 def test_the_choice_without_a_solver_can_be_flown_and_is_worth_no_more(problem, worth, cost):
     made = Program.of(problem, worth, cost)
