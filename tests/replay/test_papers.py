@@ -122,21 +122,6 @@ def test_the_verdict_follows_from_the_numbers(paper, ours, verdict) -> None:
     assert ("1. because" in told) is (verdict is not Verdict.REPRODUCED)
 
 
-def test_rows_of_a_kind_are_one_line() -> None:
-    rows = tuple(
-        Row(place="Fig. 5", what=f"it, {m} GPUs", paper=2.0, ours=ours, unit="x", why="because")
-        for m, ours in ((20, 2.1), (40, 1.0), (60, 2.0))
-    )
-    other = Row(place="Fig. 6", what="it, 80 GPUs", paper=2.0, ours=2.0, unit="x")
-    assert as_markdown(Table(title="Figure 5", rows=(*rows, other))).splitlines()[4:] == [
-        "| Fig. 5 | it, 20, 40, 60 GPUs | 2.00 x | 2.10; 1.00 (1); 2.00 x "
-        "| 2 of 3 reproduced, +- 10% |",
-        "| Fig. 6 | it, 80 GPUs | 2.00 x | 2.00 x | reproduced, +- 10% |",
-        "",
-        "1. because",
-    ]
-
-
 def test_the_command_prints_a_paper(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

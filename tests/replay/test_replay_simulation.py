@@ -209,21 +209,16 @@ def widened(*, traits=frozenset({"net"}), check_s=7.0):
     return simulate(trials, [all_join(2)], allocator, rules=Rules(check_s=check_s))
 
 
-def test_what_is_not_checked_yet_flies_on_one_device_until_it_is():
-    outcome = widened()
+@pytest.mark.parametrize("check_s", [1.0, 30.0])
+def test_what_is_not_checked_yet_flies_on_one_device_until_it_is(check_s):
+    outcome = widened(check_s=check_s)
     assert outcome.checked == [{"net"}]
-    (_, first, *_), *others = spans_of(outcome)
-    assert len(first) == 1
-    assert [len(devices) for _, devices, *_ in others] == [2]
+    (_, first, *_), (_, others, begun_s, _) = spans_of(outcome)
+    assert (len(first), len(others)) == (1, 2)
+    assert begun_s >= check_s
 
 
 def test_what_asks_for_its_devices_has_them_at_once():
     outcome = widened(traits=frozenset())
     assert outcome.checked == []
     assert spans_of(outcome)[0][1] == (0, 1)
-
-
-@pytest.mark.parametrize("check_s", [1.0, 30.0])
-def test_a_check_takes_its_time(check_s):
-    _, (_, _, begun_s, _) = spans_of(widened(check_s=check_s))
-    assert begun_s >= check_s
