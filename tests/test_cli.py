@@ -51,7 +51,7 @@ def report_of(capsys: Any, *arguments: str) -> dict[str, Any]:
     assert main([*arguments, "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
-    report = json.loads(printed.out)
+    (report,) = json.loads(printed.out)["policies"]
     solver = report["solver_s"]
     assert 0 <= solver["median"] <= solver["p99"] <= solver["max"]
     return dict(report)
@@ -85,20 +85,6 @@ def test_simulate_says_how_the_policy_does(ensemble: str, capsys: Any) -> None:
     assert 0 < busy_s <= 2 * report["makespan_s"]
 
 
-def test_reports_are_printed_for_people_and_written_for_programs(
-    ensemble: str, tmp_path: Path, capsys: Any
-) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.html"
-    arguments = ["simulate", ensemble, "--devices", "2", "--json", str(out)]
-    assert main([*arguments, "--gantt", str(picture)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    report = json.loads(out.read_text())
-    assert f"{'trials':<28} 6" in lines
-    assert any(line.startswith("solver_s.p99 ") for line in lines)
-    assert {line.split()[0].split(".")[0] for line in lines} == set(report)
-    assert "plotly" in picture.read_text()
-
-
 def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.json"
     arguments = ["simulate", ensemble, "--devices", "3", "--json", str(out)]
@@ -117,7 +103,7 @@ def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsy
         assert float(shown["solver_s.total"]) == pytest.approx(
             report["solver_s"]["total"], rel=1e-5
         )
-        assert (tmp_path / f"out-{report['policy']}.html").is_file()
+        assert "plotly" in (tmp_path / f"out-{report['policy']}.html").read_text()
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def at_import_time(path: Path) -> set[str]:
     return found
 
 
-PURE_OF_HETPIPE = ("wsp", "partition", "layouts", "simulator")
+PURE_OF_HETPIPE = ("wsp", "partition", "layouts")
 
 
 @pytest.mark.parametrize(

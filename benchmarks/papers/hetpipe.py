@@ -22,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.papers.models import BATCH_SIZE, SPEEDS, cluster, layers_of
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
+from benchmarks.papers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
 from optuna_fleet.virtual_workers.layouts import (
     Servers,
     Workers,
@@ -42,7 +43,6 @@ from optuna_fleet.virtual_workers.partition import (
     best_partition,
     partition_of,
 )
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
 from optuna_fleet.virtual_workers.wsp import WaveSynchronous
 
 TITLE = "HetPipe"

@@ -52,12 +52,7 @@ def add_simulate(commands: Any) -> None:
         "--devices-per-node", type=_COUNT, default=4, metavar="N", help="default 4"
     )
     _add_policies(command)
-    command.add_argument(
-        "--seed",
-        type=_SEED,
-        default=0,
-        help="of what is drawn: which trials are pruned",
-    )
+    command.add_argument("--seed", type=_SEED, default=0, help="of what is drawn")
     _add_outputs(command, _simulate)
 
 
@@ -93,13 +88,7 @@ def add_trace(commands: Any) -> None:
         "trace", help="make up a trace of idle nodes like those of Summit, for `replay`"
     )
     command.add_argument("trace", type=Path, metavar="TRACE.npz")
-    command.add_argument(
-        "--nodes",
-        type=_NODES,
-        default=1024,
-        metavar="N",
-        help="default 1024",
-    )
+    command.add_argument("--nodes", type=_NODES, default=1024, metavar="N", help="default 1024")
     command.add_argument(
         "--hours",
         type=number_of(least=0.01, most=10_000),
@@ -114,10 +103,7 @@ def add_trace(commands: Any) -> None:
 def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> None:
     command.add_argument("--json", type=Path, metavar="OUT.json", help="'-' for standard output")
     command.add_argument(
-        "--gantt",
-        type=Path,
-        metavar="OUT.html",
-        help="devices over time, for a browser",
+        "--gantt", type=Path, metavar="OUT.html", help="devices over time, for a browser"
     )
     command.set_defaults(run=_run_and_report, scenario=run)
 
@@ -139,15 +125,11 @@ def _run_and_report(options: argparse.Namespace) -> int:
                 save_gantt(outcome, path.with_stem(stem), given)
             yield reports[-1]
 
-    are_told = str(options.json) != "-"
     for row in rows(each()):
-        if are_told and len(policies) > 1:
+        if str(options.json) != "-":
             print(row, flush=True)
     if options.json:
-        whole = reports[0] if len(policies) == 1 else {"policies": reports}
-        _write(options.json, json.dumps(whole, indent=2) + "\n")
-    if are_told and len(policies) == 1:
-        print("\n".join(lines(reports[0])), flush=True)
+        _write(options.json, json.dumps({"policies": reports}, indent=2) + "\n")
     return 0
 
 
@@ -278,7 +260,7 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME[:OPTION=VALUE,...]",
         help=f"of {', '.join(POLICIES)}, with options of `optuna_fleet.policies`, as in "
-        "elastic:objective=throughput; default elastic. Several are compared in a table",
+        "elastic:objective=throughput; default elastic. May be given several times",
     )
 
 

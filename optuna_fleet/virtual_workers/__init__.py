@@ -4,7 +4,7 @@ Others use `Pipeline`, which `FleetTrial.pipeline` returns, made as its `pipelin
 
 - `wsp` has the rules: whose turn it is on a stage, and which weights a minibatch may start with.
   A `stage` keeps them, whether pipelines are flushed or not: they differ in their `versions` of
-  the weights, and in when these are taken and given. `simulator` keeps them with time alone.
+  the weights, and in when these are taken and given.
 - Who is where: `measuring` finds out what layers cost, `layouts` decides by that, with
   `partition`; a `construction` is what one rank has of it.
 - What goes between processes: `stage_messages`, by `edges`; `parameter_server`s add up waves, and

@@ -1,4 +1,4 @@
-"""The rules of pipelined virtual workers, which the engine and the simulator keep.
+"""The rules of pipelined virtual workers.
 
 Which weights a minibatch may start with: Wave Synchronous Parallel (HetPipe), or a flush of the
 pipeline. And what a stage does next: one forward, one backward, and no more held than it has

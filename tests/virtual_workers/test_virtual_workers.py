@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
+from benchmarks.papers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.stage_messages import added
 from optuna_fleet.virtual_workers.versions import Agreement
 from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous
