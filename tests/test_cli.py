@@ -106,6 +106,13 @@ def test_policies_are_compared_in_one_table(ensemble: str, tmp_path: Path, capsy
         assert "plotly" in (tmp_path / f"out-{report['policy']}.html").read_text()
 
 
+def test_a_file_that_can_not_be_written_is_told_of(ensemble: str, capsys: Any) -> None:
+    assert main(["simulate", ensemble, "--devices", "2", "--json", "no/such/folder/x"]) == 2
+    printed = capsys.readouterr()
+    assert "No such file or directory" in printed.err
+    assert "makespan_s" in printed.out  # what was found is not lost
+
+
 @pytest.fixture
 def unlike(tmp_path: Path) -> str:
     rates = ({"1": 100.0, "2": 180.0}, {"1": 70.0, "2": 140.0}, {"1": 40.0, "2": 100.0})
@@ -173,7 +180,6 @@ def test_nodes_that_are_never_idle_are_no_crash(trace: str, ensemble: str, capsy
         ([], "the following arguments are required: --devices"),
         (["--devices", "2", "--policy", "best"], "`--policy` is 'best', but must be one of"),
         (["--devices", "2", "--seed", "-1"], "is -1, but must be a whole number >= 0"),
-        (["--devices", "2", "--json", "no/such/folder/x"], "No such file or directory"),
         (["--devices", "2", "--gantt", "no/such/x.html"], "no/such/x.html can't be written"),
         (["--devices", "2", "--policy", "mip:delta=5"], "`an option of mip` is 'delta', but"),
         (["--devices", "2", "--gantt", "x.png"], "please name it *.html"),
