@@ -22,11 +22,7 @@ Placement = dict[int, tuple[int, ...]]
 
 
 def place(problem: AllocationProblem, choice: Choice) -> Placement:
-    """Chooses the devices of a choice.
-
-    Returns:
-        Trial number -> device indices: kept ones as they were, changed ones ascending.
-    """
+    """Chooses the devices of a choice: kept ones stay as they were, changed ones ascend."""
     usable = set(problem.devices)
     placed: Placement = {}
     for number in sorted(choice, key=lambda t: (t not in problem.pinned, t)):
@@ -87,11 +83,7 @@ def plan_of(
 ) -> Plan:
     """The plan of what was decided: which devices, in which flotillas, and why.
 
-    Args:
-        problem: What was to be decided.
-        made: Who gets what.
-        allocator: Name of who decided.
-        groups: Trials of each flotilla; the fewest flotillas if not given.
+    Flotillas are the fewest there can be, unless the groups of trials are given.
     """
     placed, rates = place(problem, made.choice), rates_of(problem, made.choice)
     flotillas = tuple(

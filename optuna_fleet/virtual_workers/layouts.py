@@ -41,9 +41,8 @@ def distributions(
 
     Args:
         devices: Of one or more nodes.
-        speeds: Device type -> speed, in any unit.
-        layout: One of `LAYOUTS`; None for ED with any number, and NP and HD unless the number is
-            given.
+        speeds: Of device types, in any unit.
+        layout: None for ED with any number, and NP and HD unless the number is given.
         most_workers: Of ED; by default as many as the smallest node has devices, or as there are
             devices if no layout is given.
     """
@@ -68,11 +67,8 @@ def node_partition(devices: Sequence[StageDevice]) -> Workers:
 def equal_distribution(devices: Sequence[StageDevice], num_workers: int | None = None) -> Workers:
     """ED: the devices of each node are dealt to all virtual workers.
 
-    Args:
-        devices: Of one or more nodes.
-        num_workers: How many; by default as many as the smallest node has devices. Where a node's
-            devices can't be dealt evenly, the next node's are dealt on from there, so that numbers
-            of devices differ by at most 1.
+    By default to as many as the smallest node has devices. Where a node's devices can't be dealt
+    evenly, the next node's are dealt on from there, so that numbers differ by at most 1.
     """
     nodes = _by_node(devices)
     num = min(map(len, nodes.values())) if num_workers is None else num_workers
@@ -88,10 +84,6 @@ def hybrid_distribution(devices: Sequence[StageDevice], speeds: Mapping[str, flo
     The paper pairs by hand; here the strongest is with the weakest, by the product of speed and
     memory, and so on. That is the paper's pairing on its cluster. With an odd number of nodes the
     one in the middle stays alone, as in NP.
-
-    Args:
-        devices: Of one or more nodes.
-        speeds: Device type -> speed, in any unit.
     """
 
     def strength(node: list[StageDevice]) -> float:
@@ -167,15 +159,8 @@ def waves_rate(
 ) -> float:
     """Minibatches per second of virtual workers without flushes; all go as fast as the slowest.
 
-    A clock distance lets the fast ones run ahead for a while only.
-
-    Args:
-        workers: The stages of each.
-        layers: What their layers cost.
-        links: Ways between the devices.
-        in_flight: Minibatches in flight in each, which are a wave.
-        servers: Where the parameters are.
-        held: As in `pipeline_rate`.
+    A clock distance lets the fast ones run ahead for a while only. What is in flight in each is a
+    wave; `held` is as in `pipeline_rate`.
     """
     syncs = [[0.0] * len(worker.stages) for worker in workers]
     if len(workers) > 1:
@@ -215,12 +200,6 @@ def sync_seconds(
     All push at once. What a node sends to others, and what a server gets from others, goes through
     one port each, which serves its senders in turn: a stage with b bytes waits for at most b of
     each other one's.
-
-    Args:
-        workers: The stages of each virtual worker.
-        layers: Whose parameters are pushed.
-        links: Ways within a node and between nodes.
-        servers: Where they are.
     """
     assert servers is not Servers.LOCAL or can_be_local(workers), "layers on unlike nodes"
     nodes = sorted({stage.device.node for worker in workers for stage in worker.stages})
@@ -276,11 +255,7 @@ def partitions_under_load(problem: PartitionProblem, workers: Workers) -> tuple[
 
     Mean field: a port that each of n virtual workers uses for a share x of the time is slower by
     1 + (n - 1) x for each of them. Partitions and shares follow from each other, so they are found
-    in turns.
-
-    Args:
-        problem: Its `devices` are not looked at.
-        workers: Devices of each virtual worker.
+    in turns. The `devices` of the problem are not looked at.
 
     Raises:
         DoesNotFit: Some virtual worker has no partition that fits.
@@ -302,11 +277,7 @@ def partitions_under_load(problem: PartitionProblem, workers: Workers) -> tuple[
 def best_partitions(
     problem: PartitionProblem, workers: Sequence[tuple[StageDevice, ...]]
 ) -> tuple[Partition, ...]:
-    """The best partition of each virtual worker.
-
-    Args:
-        problem: Its `devices` are not looked at.
-        workers: Devices of each virtual worker.
+    """The best partition of each virtual worker, whatever the `devices` of the problem are.
 
     Raises:
         DoesNotFit: One of them has none.
