@@ -168,7 +168,8 @@ def test_nodes_that_are_never_idle_are_no_crash(trace: str, ensemble: str, capsy
     arrays |= none | {"initial_idle": np.zeros(3, bool), "change_delta": np.zeros(0, int)}
     np.savez(trace, **arrays)
     report = report_of(capsys, "replay", trace, ensemble)
-    assert (report["trials"], report["mean_nodes"]) == (0, 0.0)
+    found = report["trials"], report["mean_nodes"], report["idle_share"]
+    assert found == (0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
