@@ -1,11 +1,11 @@
 """A recorded piece of nodes that come and go, lived through by the executor and by its replay.
 
-python benchmarks/harvest.py TRACE.npz JOBS.json                 # 24 nodes, 2 h: 2 x 4 minutes
-python benchmarks/harvest.py TRACE.npz JOBS.json --compression 60 --nodes 8 --hours 0.33
+python benchmarks/harvest.py TRACE.npz                           # 24 nodes, 2 h: 2 x 4 minutes
+python benchmarks/harvest.py TRACE.npz --compression 60 --nodes 8 --hours 0.33
 
 Agents are real, one CPU slot each: they start as nodes of the trace fall idle, are told when these
 are taken, and killed a moment later. Only training is emulated: a step on m nodes sleeps as long
-as it takes by the recorded rates. The replay has the same piece, jobs and policy; its moves, joins
+as it takes by BFTrainer's rates. The replay has the same piece, jobs and policy; its moves, joins
 and decisions take what the executor took on average.
 """
 
@@ -43,8 +43,7 @@ from optuna_fleet.replay.progress import Progress
 from optuna_fleet.replay.scenarios import utilisation
 from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace, load_trace
-from optuna_fleet.replay.trial_files import load_jobs
-from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
+from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, bftrainer_trials
 from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
@@ -350,7 +349,7 @@ def harvest_of(options: argparse.Namespace) -> Harvest:
         num_nodes=options.nodes,
         compression=options.compression,
     )
-    rates = load_jobs(options.jobs, "hpo")[0].rates[: options.widest]
+    rates = bftrainer_trials(("ShuffleNet",), 1)[0].rates[: options.widest]
     steps = max(1, round(60 * options.job_minutes / options.compression / STEP_S))
     spec = SimulatedTrial(
         name="job",
@@ -368,7 +367,6 @@ def main() -> None:
     """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("jobs", type=Path)
     parser.add_argument("--begin", type=float, default=88.0, help="hours into the trace")
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--nodes", type=int, default=24)

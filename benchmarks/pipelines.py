@@ -20,10 +20,10 @@ from typing import Any
 
 import optuna
 import torch
+from papers.simulator import StageTimes, VirtualWorkers
 from torch import Tensor, nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 NUM_LAYERS = 6

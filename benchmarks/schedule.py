@@ -13,7 +13,6 @@ seeds only. What can be tuned was tuned on seeds 100-109.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -24,8 +23,7 @@ from dataclasses import dataclass, replace
 from ensembles import RESCALE_S, STORIES, ensemble
 
 from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
-from optuna_fleet.replay.trial_files import pruned_after
-from optuna_fleet.replay.workload import Rules
+from optuna_fleet.replay.workload import Rules, pruned_after
 
 POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l", "mip", "elastic")
 DEVICES = tuple(range(20, 161, 20))
@@ -55,21 +53,8 @@ class Case:
     variant: str = "plain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What came of a case.
-
-    Attributes:
-        ratio: Makespan / lower bound.
-        rescales: Moves that were charged.
-    """
-
-    ratio: float
-    rescales: int
-
-
-def simulate(case: Case) -> Result:
-    """Run one case."""
+def simulate(case: Case) -> float:
+    """Makespan / lower bound of one case."""
     rescale_s = _CHEAP_MOVE_S if case.variant == "cheap-moves" else RESCALE_S
     trials = ensemble(case.story, case.seed, case.num_devices, rescale_s)
     if case.variant.startswith("bounded"):
@@ -89,10 +74,7 @@ def simulate(case: Case) -> Result:
         noise=_NOISE if case.variant == "wrong-rates" else 0.0,
         widest_known=1 if case.variant == "rates-in-flight" else None,
     ).run()
-    return Result(
-        ratio=outcome.end_s / lower_bound_s(trials, case.num_devices),
-        rescales=sum(progress.rescales for progress in outcome.trials.values()),
-    )
+    return outcome.end_s / lower_bound_s(trials, case.num_devices)
 
 
 def profiling_share(story: str, seed: int, num_devices: int) -> float:
@@ -106,7 +88,7 @@ def profiling_share(story: str, seed: int, num_devices: int) -> float:
     return profiled_s / (num_devices * lower_bound_s(trials, num_devices))
 
 
-def simulate_all(cases: Iterable[Case], num_processes: int) -> dict[Case, Result]:
+def simulate_all(cases: Iterable[Case], num_processes: int) -> dict[Case, float]:
     """Run all cases, as many at once as there are processes."""
     distinct = list(dict.fromkeys(cases))
     if num_processes == 1:
@@ -126,45 +108,28 @@ class Cell:
     policy: str
     variant: str
     num_devices: int
-    runs: tuple[Result, ...]
-    plain: tuple[Result, ...]
+    runs: tuple[float, ...]
+    plain: tuple[float, ...]
 
     @property
     def mean(self) -> float:
         """Mean of makespan / bound."""
-        return statistics.fmean(run.ratio for run in self.runs)
+        return statistics.fmean(self.runs)
 
     @property
     def worst(self) -> float:
         """Makespan / bound of the worst seed."""
-        return max(run.ratio for run in self.runs)
+        return max(self.runs)
 
     @property
     def over_plain(self) -> float:
         """Mean over the seeds of (makespan / bound) / that of the plain run."""
         pairs = zip(self.runs, self.plain, strict=True)
-        return statistics.fmean(run.ratio / plain.ratio for run, plain in pairs)
-
-    def to_json(self) -> str:
-        """The cell as one line of JSON."""
-        return json.dumps(
-            {
-                "story": self.story,
-                "policy": self.policy,
-                "variant": self.variant,
-                "devices": self.num_devices,
-                "seeds": len(self.runs),
-                "mean": round(self.mean, 4),
-                "worst": round(self.worst, 4),
-                "over_plain": round(self.over_plain, 4),
-                "rescales": statistics.fmean(run.rescales for run in self.runs),
-                "ratios": [round(run.ratio, 4) for run in self.runs],
-            }
-        )
+        return statistics.fmean(run / plain for run, plain in pairs)
 
 
 def cells(
-    results: dict[Case, Result], rows: Iterable[tuple[str, str, str]], options: argparse.Namespace
+    results: dict[Case, float], rows: Iterable[tuple[str, str, str]], options: argparse.Namespace
 ) -> Iterator[Cell]:
     """All cells, row by row of (story, policy, variant)."""
     for story, policy, variant in rows:
@@ -239,7 +204,6 @@ def _options() -> argparse.Namespace:
     add("--seeds", type=_seeds, default=_seeds("0-19"), metavar="FIRST-LAST")
     add("--variants", choices=VARIANTS, nargs="+", default=[], help="in addition to the plain run")
     add("--processes", type=int, default=os.cpu_count())
-    add("--json", action="store_true", help="JSON lines before the table")
     return parser.parse_args()
 
 
@@ -254,8 +218,6 @@ def main() -> None:
         for case in _cases(story, policy, num_devices, options.seeds)
     ]
     all_cells = list(cells(simulate_all(cases, options.processes), rows, options))
-    if options.json:
-        print("\n".join(cell.to_json() for cell in all_cells))
     print_table(all_cells, options.devices)
 
 

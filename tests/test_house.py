@@ -65,8 +65,10 @@ def test_a_library_is_imported_only_in_its_rooms(library: str) -> None:
     assert [module for module in users if not module.startswith(rooms)] == []
 
 
-DECIDING = "alloc replay executor.deciding virtual_workers.wsp virtual_workers.partition "
-DECIDING += "virtual_workers.layouts virtual_workers.stage_placement virtual_workers.simulator"
+DECIDING = (
+    "alloc replay executor.deciding virtual_workers.wsp virtual_workers.partition "
+    "virtual_workers.layouts"
+)
 DOING = "torch socket subprocess threading time os selectors multiprocessing"
 
 

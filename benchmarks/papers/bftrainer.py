@@ -6,6 +6,7 @@ move costs is charged at the old rate. U is Eq. 17 and 18; see `replay/scenarios
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -26,10 +27,8 @@ from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.policies import Elastic, Own
 from optuna_fleet.replay.progress import Outcome, Progress
 from optuna_fleet.replay.scenarios import TraceScenario, trace_report, utilisation
-from optuna_fleet.replay.synthetic import SUMMIT_NODES
-from optuna_fleet.replay.trace import NodeTrace, load_trace, trace_statistics
-from optuna_fleet.replay.trial_files import load_jobs
-from optuna_fleet.replay.workload import SimulatedTrial
+from optuna_fleet.replay.trace import SUMMIT_NODES, NodeTrace, load_trace, trace_statistics
+from optuna_fleet.replay.workload import BFTRAINER_RATES, SimulatedTrial, bftrainer_trials
 
 TITLE = "BFTrainer"
 ABOUT = (
@@ -79,7 +78,7 @@ _WINDOW_S = 6 * _HOUR_S
 _FIG15_S = 60 * _HOUR_S
 SIMILAR: Span = (0.95, 1.05)
 
-_NO_TRACE = "needs the published trace and jobs: `--trace FOLDER`"
+_NO_TRACE = "They need the published trace and jobs: `--trace FOLDER`."
 _NODES = (
     "not known; which 1,024 of Summit's 4,608 nodes the paper took isn't published, here they are "
     "the first ones"
@@ -108,18 +107,18 @@ class Data:
 
 
 def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
-    """All of them. Without data all rows but Figure 5's say so; if quick, of the first day."""
+    """All of them. Without data Figure 5 only; if quick, of the first day."""
     yield Table(title="Figure 5: time of a decision", rows=(_figure5(3 if quick else 11),))
     if folder is None:
-        yield Table(title="Figures 1, 7 to 16, Tables 1, 3 and 4", rows=tuple(_missing()))
+        yield Table(title="Figures 1, 7 to 16, Tables 1, 3 and 4", rows=(), note=_NO_TRACE)
         return
     trace = load_trace(folder / "summit_idle_week1.npz")
-    jobs = folder / "bftrainer_jobs.json"
+    jobs = json.loads((folder / "bftrainer_jobs.json").read_text())
     data = Data(
         quick=quick,
         trace=_until(trace, 24 * _HOUR_S) if quick else trace,
-        equal=load_jobs(jobs, "hpo"),
-        diverse=load_jobs(jobs, "diverse"),
+        equal=_trials(jobs["scaling"], jobs["hpo_shufflenet"]),
+        diverse=_trials(jobs["scaling"], jobs["diverse"]),
     )
     note = "The first day only, in which few nodes are idle." if quick else ""
     rows = tuple(_trace_rows(data.trace))
@@ -137,31 +136,37 @@ def tables(quick: bool, folder: Path | None = None) -> Iterator[Table]:
     yield Table(title="Figure 16: U by rescaling cost", rows=tuple(_figure16(runs)))
 
 
-def _missing() -> Iterator[Row]:
-    for place, what, paper in (
-        ("Table 1, 2.1", "idle nodes, and how often they change", "407 nodes; 68 events an hour"),
-        ("Fig. 1", "fragments of less than 10 minutes", "58 %, of 10 % of node time"),
-        ("Fig. 7a", "preempted within 170 s", "90 %"),
-        ("Fig. 7b", "rescaling cost, heuristic / MILP with T_fwd = 10 s", "76 x"),
-        ("Fig. 8", "return on investment by T_fwd", "falls"),
-        ("Fig. 9", "U, T_fwd = 120 s; heuristic", "80 %; 75 %"),
-        ("Fig. 10", "U of six hours", "up to 90 %"),
-        ("Fig. 11", "preemption cost, MILP and heuristic", "little difference"),
-        ("Fig. 12", "hours by objective", "similar only for scaling efficiency"),
-        ("Fig. 13", "U by objective and T_fwd", "scaling efficiency is better"),
-        ("Fig. 14", "U, runtime and node hours by P_jmax", "rise; node hours fall"),
-        ("Tables 3, 4", "hours of each model by P_jmax", "0.4 to 42.3 h"),
-        ("Fig. 15", "U by model", "75 % to 83 %"),
-        ("Fig. 16", "U by rescaling cost", "falls slightly"),
-    ):
-        yield Row(place=place, what=what, paper=paper, why=_NO_TRACE)
+def _trials(scaling: dict[str, Any], jobs: dict[str, Any]) -> tuple[SimulatedTrial, ...]:
+    """Of an experiment, which has a model or some in turn; rates between widths are linear."""
+    names, widths = jobs.get("cycle") or [jobs["dnn"]], range(1, jobs["Jmax"] + 1)
+    rates = {
+        name: tuple(np.interp(widths, its["nodes"], its["images_per_s"]).tolist())
+        for name, its in scaling.items()
+    }
+    up, down = (
+        its if isinstance(its, list) else [its] * jobs["n_jobs"]
+        for its in (jobs["Tcup_s"], jobs["Tcdw_s"])
+    )
+    return tuple(
+        SimulatedTrial(
+            name=names[k % len(names)],
+            rates=rates[names[k % len(names)]],
+            epochs=1,
+            samples_per_epoch=jobs["Pmax_images"],
+            submit_s=k * jobs["spacing_s"],
+            min_devices=jobs["Jmin"],
+            rescale_up_s=up[k],
+            rescale_down_s=down[k],
+        )
+        for k in range(jobs["n_jobs"])
+    )
 
 
 # -- decisions ------------------------------------------------------------------------------------
 
 
 def _figure5(num_instances: int) -> Row:
-    trials = load_jobs(None, "diverse")[:35]
+    trials = bftrainer_trials(tuple(BFTRAINER_RATES), 35)
     allocator = ElasticAllocator(objective="throughput", forward_looking_s=120.0)
     times_s = []
     for seed in range(num_instances):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.papers.models import BATCH_SIZE, SPEEDS, cluster, layers_of
 from benchmarks.papers.rows import Row, Span, Table, at_least, at_most
+from benchmarks.papers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
 from optuna_fleet.virtual_workers.layouts import (
     Servers,
     Workers,
@@ -42,7 +43,6 @@ from optuna_fleet.virtual_workers.partition import (
     best_partition,
     partition_of,
 )
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers, WorkersOutcome
 from optuna_fleet.virtual_workers.wsp import WaveSynchronous
 
 TITLE = "HetPipe"
@@ -147,7 +147,7 @@ def on_four_s(name: str, layers: Layers, within: Link) -> float:
 def link_for(seconds: float, takes: Callable[[Link], float]) -> Link:
     """With which something takes so long."""
     slow, fast = 1e8, 1e11
-    for _ in range(40):
+    for _ in range(24):  # to some millionths
         middle = math.sqrt(slow * fast)
         if takes(Link(bytes_per_s=middle)) > seconds:
             slow = middle

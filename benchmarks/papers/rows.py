@@ -33,8 +33,8 @@ class Row:
             words, of what can't be measured here.
         ours: What comes out here; None or NaN if it can't be measured here.
         unit: Of both.
-        tolerance: By which part of a published number ours may be off. Ranges have none.
         why: Why ours is another one, or missing. Printed if so.
+        tolerance: By which part of a published number ours may be off. Ranges have none.
     """
 
     place: str
@@ -42,8 +42,8 @@ class Row:
     paper: float | Span | str
     ours: float | None = None
     unit: str = ""
-    tolerance: float = 0.1
     why: str = ""
+    tolerance: float = 0.1
 
     @property
     def verdict(self) -> Verdict:
@@ -184,18 +184,6 @@ def _joined(values: Sequence[str], marks: Sequence[str] = ()) -> str:
     unit = f" {units.pop()}" if len(units) == 1 else ""
     bare = [value.removesuffix(unit) for value in values]
     return "; ".join(map("".join, zip(bare, marks or [""] * len(bare), strict=True))) + unit
-
-
-def as_text(table: Table) -> str:
-    """For a terminal."""
-    reasons = _reasons(table)
-    cells = [TITLES, *(row.cells(reasons) for row in table.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [table.title, *([table.note] if table.note else [])]
-    for row in cells:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join([*lines, *_numbered(reasons)])
 
 
 def _reasons(table: Table) -> list[str]:

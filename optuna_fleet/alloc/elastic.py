@@ -21,11 +21,11 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.draft import Decision
 from optuna_fleet.alloc.fluid import FloatArray
 from optuna_fleet.alloc.makespan import makespan_worth
 from optuna_fleet.alloc.model import decide
+from optuna_fleet.alloc.placement import plan_of
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.program import Worth
 from optuna_fleet.arguments import check_number, check_that

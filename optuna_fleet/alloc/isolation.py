@@ -51,6 +51,10 @@ def in_process(allocator: Allocator, fallback: Allocator, problem: AllocationPro
         return fallen_back(fallback, problem, str(error))
 
 
+_GRACE_S = 2.0  # beyond a problem's time limit before the child is killed
+_STARTUP_S = 30.0  # more, for the first answer of a child, which has to import first
+
+
 class IsolatedAllocator:
     """An :class:`Allocator` in a child process of its own, with a fallback in this one.
 
@@ -60,22 +64,11 @@ class IsolatedAllocator:
     Args:
         allocator: Asked first; must be picklable.
         fallback: Asked in this process when there is no valid plan in time; must not fail.
-        grace_s: Seconds beyond the problem's ``time_limit_s`` before the child is killed.
-        startup_s: Further seconds for the first answer of a child, which has to import first.
     """
 
-    def __init__(
-        self,
-        allocator: Allocator,
-        fallback: Allocator,
-        *,
-        grace_s: float = 2.0,
-        startup_s: float = 30.0,
-    ) -> None:
+    def __init__(self, allocator: Allocator, fallback: Allocator) -> None:
         self._allocator = allocator
         self._fallback = fallback
-        self._grace_s = grace_s
-        self._startup_s = startup_s
         self._solver: _Solver | None = None
         self._closings = 0
         self._lock = threading.Lock()  # of the two above
@@ -95,13 +88,19 @@ class IsolatedAllocator:
         """Starts the child, so that the first problem need not wait for its imports.
 
         Raises:
-            OSError, LaunchError: It can't be started; :meth:`allocate` would fall back.
+            OSError, LaunchError: It can't be started; :meth:`submit` would fall back.
         """
         with self._lock:
             self._started()
 
     def submit(self, problem: AllocationProblem) -> Future[Plan]:
-        """Has a thread :meth:`allocate`, and returns at once."""
+        """Has a thread solve the problem, and returns at once.
+
+        Returns:
+            To be the solver's plan if it is valid and comes in time; else the fallback's, whose
+            ``status`` and ``reason`` begin with "fallback: " and the cause. Cancelled if
+            :meth:`close` is called meanwhile.
+        """
         plan: Future[Plan] = Future()
         closings = self._closings
 
@@ -119,18 +118,6 @@ class IsolatedAllocator:
             plan.set_result(self._fall_back(problem, f"no thread can wait for a solver: {error}"))
         return plan
 
-    def allocate(self, problem: AllocationProblem) -> Plan:
-        """Solves ``problem`` and waits for it; never raises for trouble with the solver.
-
-        Returns:
-            The solver's plan if it is valid and came in time; else the fallback's, whose
-            ``status`` and ``reason`` begin with "fallback: " and the cause.
-
-        Raises:
-            CancelledError: :meth:`close` was called meanwhile.
-        """
-        return self._allocate(problem, self._closings)
-
     def close(self) -> None:
         """Ends the child; who waits for a plan gets none. A later problem starts another one."""
         with self._lock:
@@ -147,7 +134,7 @@ class IsolatedAllocator:
                     solver = self._started() if closings == self._closings else None
                 if solver is None:
                     raise CancelledError
-                plan = solver.plan(request, problem.time_limit_s + self._grace_s, self._startup_s)
+                plan = solver.plan(request, problem.time_limit_s)
                 validate(problem, plan)
                 return plan
             except Exception as error:
@@ -191,13 +178,14 @@ class _Solver:
         self._has_answered = self._was_late = False
         self._reaping = threading.Lock()
 
-    def plan(self, request: bytes, limit_s: float, startup_s: float) -> Plan:
-        """Its answer, within so many seconds, and others if it may still import.
+    def plan(self, request: bytes, limit_s: float) -> Plan:
+        """Its answer, within so many seconds and some more.
 
         Raises:
             AllocationFailed: There is none, and why.
         """
-        late = threading.Timer(limit_s + (0.0 if self._has_answered else startup_s), self._is_late)
+        limit_s += _GRACE_S + (0.0 if self._has_answered else _STARTUP_S)
+        late = threading.Timer(limit_s, self._is_late)
         late.daemon = True
         late.start()
         try:

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.draft import Draft, Drawn, homes, rates_of
+from optuna_fleet.alloc.placement import plan_of
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import demand, flotillas_of
 

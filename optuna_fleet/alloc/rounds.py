@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from optuna_fleet.alloc.assembly import plan_of
 from optuna_fleet.alloc.draft import Decision
 from optuna_fleet.alloc.model import decide
+from optuna_fleet.alloc.placement import plan_of
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.program import Program, by_slope
 

@@ -22,10 +22,6 @@ def flotillas_of(problem: AllocationProblem, rates: Mapping[int, float]) -> list
     In none is a trial faster than `rate_spread` times the slowest. Where the preprocessors'
     capacity counts, they are also those that draw least: each is filled from its fastest trial
     down, for whoever is the fastest left must head a stream, and all it admits join at no cost.
-
-    Args:
-        problem: Whose rules count.
-        rates: Trial number -> samples/s.
     """
     sign = 1 if problem.preprocess_samples_per_s is None else -1
     phases = phases_of(problem)

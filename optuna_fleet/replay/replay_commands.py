@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_fleet.arguments import check_number, number_of
+from optuna_fleet.arguments import check_choice, number_of
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES, Policy
 from optuna_fleet.replay.progress import Outcome
@@ -19,15 +19,24 @@ from optuna_fleet.replay.scenarios import (
     simulation_report,
     trace_report,
 )
-from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
-from optuna_fleet.replay.trace import load_trace, save_trace, trace_statistics
-from optuna_fleet.replay.trial_files import MIXES, load_ensemble, load_jobs
-from optuna_fleet.replay.workload import MOST, SimulatedTrial
+from optuna_fleet.replay.trace import (
+    SUMMIT_NODES,
+    load_trace,
+    save_trace,
+    synthetic_trace,
+    trace_statistics,
+)
+from optuna_fleet.replay.workload import BFTRAINER_RATES, MOST, bftrainer_trials, load_ensemble
 from optuna_fleet.visualization.timeline import Bar, Mark, Timeline, figure_of
 
 _SEED = number_of(least=0, most=2**63, whole=True)
 _NODES = number_of(least=1, most=SUMMIT_NODES, whole=True)
 _COUNT = number_of(least=1, most=MOST, whole=True)
+_FILE = (
+    'as in {"samples_per_epoch": 30606, "rescale_s": 34, "trials": [{"name": "resnet", '
+    '"rates": {"1": 100.0, "2": 190.0}, "epochs": 14}]}: samples/s by number of devices'
+)
+_MIXES = {"hpo": ("ShuffleNet",), "diverse": tuple(BFTRAINER_RATES)}
 Simulated = Callable[[Policy], tuple[dict[str, Any], Outcome]]
 """What became of a policy, and how."""
 
@@ -37,29 +46,13 @@ def add_simulate(commands: Any) -> None:
     command = commands.add_parser(
         "simulate", help="run an ensemble of trials with known rates on a fleet that stays"
     )
-    command.add_argument(
-        "ensemble",
-        type=Path,
-        metavar="ENSEMBLE.json",
-        help='as in {"samples_per_epoch": 30606, "rescale_s": 34, "trials": [{"name": "resnet", '
-        '"rates": {"1": 100.0, "2": 190.0}, "epochs": 14}]}: samples/s by number of devices',
-    )
-    command.add_argument(
-        "--devices",
-        type=_devices,
-        required=True,
-        help="how many, as in 12; or of each device type, as in v100=8,a100=4",
-    )
+    command.add_argument("ensemble", type=Path, metavar="ENSEMBLE.json", help=_FILE)
+    command.add_argument("--devices", type=_COUNT, required=True, metavar="N")
     command.add_argument(
         "--devices-per-node", type=_COUNT, default=4, metavar="N", help="default 4"
     )
     _add_policies(command)
-    command.add_argument(
-        "--seed",
-        type=_SEED,
-        default=0,
-        help="of what is drawn: which trials are pruned",
-    )
+    command.add_argument("--seed", type=_SEED, default=0, help="of what is drawn")
     _add_outputs(command, _simulate)
 
 
@@ -72,9 +65,18 @@ def add_replay(commands: Any) -> None:
         "trace", type=Path, metavar="TRACE.npz", help="what `record` or `trace` wrote"
     )
     command.add_argument(
-        "jobs", type=Path, nargs="?", metavar="JOBS.json", help="default BFTrainer's"
+        "ensemble",
+        type=Path,
+        nargs="?",
+        metavar="ENSEMBLE.json",
+        help=f"{_FILE}; by default the 1,000 trials of BFTrainer",
     )
-    command.add_argument("--mix", choices=list(MIXES), default="hpo")
+    command.add_argument(
+        "--mix",
+        choices=list(_MIXES),
+        default="hpo",
+        help="of BFTrainer's trials: equal ones, or seven models in turn",
+    )
     _add_policies(command)
     command.add_argument("--max-trials", type=_COUNT, default=10, help="trials at once")
     _add_outputs(command, _replay)
@@ -86,13 +88,7 @@ def add_trace(commands: Any) -> None:
         "trace", help="make up a trace of idle nodes like those of Summit, for `replay`"
     )
     command.add_argument("trace", type=Path, metavar="TRACE.npz")
-    command.add_argument(
-        "--nodes",
-        type=_NODES,
-        default=1024,
-        metavar="N",
-        help="default 1024",
-    )
+    command.add_argument("--nodes", type=_NODES, default=1024, metavar="N", help="default 1024")
     command.add_argument(
         "--hours",
         type=number_of(least=0.01, most=10_000),
@@ -107,10 +103,7 @@ def add_trace(commands: Any) -> None:
 def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> None:
     command.add_argument("--json", type=Path, metavar="OUT.json", help="'-' for standard output")
     command.add_argument(
-        "--gantt",
-        type=Path,
-        metavar="OUT.html",
-        help="devices over time, for a browser",
+        "--gantt", type=Path, metavar="OUT.html", help="devices over time, for a browser"
     )
     command.set_defaults(run=_run_and_report, scenario=run)
 
@@ -119,35 +112,30 @@ def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> N
 
 
 def _run_and_report(options: argparse.Namespace) -> int:
-    policies = _policies_given(options)
+    policies = {given: _policy_of(given) for given in options.policy or ["elastic"]}
     simulated = options.scenario(options)
     reports: list[dict[str, Any]] = []
 
     def each() -> Iterator[dict[str, Any]]:
-        for name, policy in policies.items():
+        for given, policy in policies.items():
             report, outcome = simulated(policy)
-            reports.append(report)
+            reports.append({"policy": given, **report})
             if path := options.gantt:
-                stem = path.stem if len(policies) == 1 else f"{path.stem}-{name}"
-                save_gantt(outcome, path.with_stem(stem), name)
-            yield report
+                stem = path.stem if len(policies) == 1 else f"{path.stem}-{given}"
+                save_gantt(outcome, path.with_stem(stem), given)
+            yield reports[-1]
 
-    are_told = str(options.json) != "-"
     for row in rows(each()):
-        if are_told and len(policies) > 1:
+        if str(options.json) != "-":
             print(row, flush=True)
     if options.json:
-        whole = reports[0] if len(policies) == 1 else {"policies": reports}
-        _write(options.json, json.dumps(whole, indent=2) + "\n")
-    if are_told and len(policies) == 1:
-        print("\n".join(lines(reports[0])), flush=True)
+        _write(options.json, json.dumps({"policies": reports}, indent=2) + "\n")
     return 0
 
 
 def _simulate(options: argparse.Namespace) -> Simulated:
-    trials = load_ensemble(options.ensemble, options.devices, options.seed)
     alone = EnsembleScenario(
-        trials=_with_costs(trials, options.rescale_s),
+        trials=load_ensemble(options.ensemble, options.devices, options.seed),
         num_devices=options.devices,
         devices_per_node=options.devices_per_node,
         policy="baseline",
@@ -165,28 +153,20 @@ def _simulate(options: argparse.Namespace) -> Simulated:
 
 def _replay(options: argparse.Namespace) -> Simulated:
     trace = load_trace(options.trace)
-    trials = _with_costs(load_jobs(options.jobs, options.mix), options.rescale_s)
+    trials = (
+        bftrainer_trials(_MIXES[options.mix])
+        if options.ensemble is None
+        else load_ensemble(options.ensemble, len(trace.names))
+    )
 
     def simulated(policy: Policy) -> tuple[dict[str, Any], Outcome]:
         run = TraceScenario(
-            trace=trace,
-            trials=trials,
-            policy=policy,
-            max_trials=options.max_trials,
+            trace=trace, trials=trials, policy=policy, max_trials=options.max_trials
         )
         outcome = run.run()
         return trace_report(run, outcome), outcome
 
     return simulated
-
-
-def _with_costs(
-    trials: Sequence[SimulatedTrial], rescale_s: float | None
-) -> tuple[SimulatedTrial, ...]:
-    """The trials, whose moves cost so much, if that is given."""
-    if rescale_s is None:
-        return tuple(trials)
-    return tuple(replace(t, rescale_up_s=rescale_s, rescale_down_s=rescale_s) for t in trials)
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -274,100 +254,34 @@ def _bars(outcome: Outcome) -> Iterator[Bar]:
 # -- policies -------------------------------------------------------------------------------------
 
 
-_MOST = 1e9  # of any number; more seconds than this are centuries
-_NOT_HERE = {"moves_within_epochs"}
-"""Trials of an ensemble move at the ends of epochs, those of a trace at any time."""
-
-
 def _add_policies(command: argparse.ArgumentParser) -> None:
-    """`--policy`, as often as is wanted, and the options of all policies."""
     command.add_argument(
         "--policy",
         action="append",
-        choices=list(POLICIES),
-        help="default elastic; given several times, a table compares them",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"of {', '.join(POLICIES)}, with options of `optuna_fleet.policies`, as in "
+        "elastic:objective=throughput; default elastic. May be given several times",
     )
-    group = command.add_argument_group(
-        "options of policies",
-        "each is for those of the given policies that have it, as in `optuna_fleet.policies`; "
-        "--rescale-s is also what moves cost, in place of the file's",
-    )
-    for name, default in _options().items():
-        owners = _owners(name)
-        whose = "of all" if len(owners) == len(POLICIES) else f"of {', '.join(owners)}"
-        if isinstance(default, bool):
-            group.add_argument(_flag(name), help=whose, action="store_const", const=True)
-        else:
-            kind = str if isinstance(default, str) else float
-            group.add_argument(_flag(name), help=whose, metavar="X", type=kind)
 
 
-def _policies_given(options: argparse.Namespace) -> dict[str, Policy]:
-    """The policies that were asked for, with their options, by name.
+def _policy_of(text: str) -> Policy:
+    """The policy that was asked for, with its options.
 
     Raises:
-        FleetConfigError: An option is out of range, or none of the policies heeds it.
+        FleetConfigError: There is no such policy, or it has no such option, or not of this value.
     """
-    names = list(dict.fromkeys(options.policy or ["elastic"]))
-    given = {n: value for n in _options() if (value := getattr(options, n)) is not None}
-    for name, value in given.items():
-        if isinstance(value, float):
-            check_number(_flag(name), value, least=0, most=_MOST)
-    policies = {
-        name: POLICIES[name](**{n: given[n] for n in given.keys() & _names(POLICIES[name])})
-        for name in names
-    }
-    for name in given:
-        if not any(_heeds(policy, name) for policy in policies.values()):
-            raise FleetConfigError(
-                f"`{_flag(name)}` is given, but not heeded by {' or '.join(policies)}: "
-                f"{_NEEDS.get(name, 'it is an option of ' + ', '.join(_owners(name)))}."
-            )
-    return policies
+    name, _, given = text.partition(":")
+    check_choice("--policy", name, POLICIES)
+    options = dict(pair.partition("=")[::2] for pair in given.split(",") if pair)
+    known = [field.name for field in fields(POLICIES[name])]
+    for option in options:
+        check_choice(f"an option of {name}", option, known)
+    return POLICIES[name](**{option: _value_of(value) for option, value in options.items()})
 
 
-_NEEDS = {
-    "alpha": "it is for policies that plan in rounds, with --paradigm global",
-    "forward_looking_s": "it is for elastic with another --objective than makespan",
-}
-
-
-def _heeds(policy: Policy, name: str) -> bool:
-    if name == "alpha":
-        return policy.paradigm == "global"
-    if name == "forward_looking_s":
-        return getattr(policy, "objective", "makespan") != "makespan"
-    return name in _names(type(policy))
-
-
-def _names(kind: type[Policy]) -> set[str]:
-    return {field.name for field in fields(kind)} - _NOT_HERE
-
-
-def _options() -> dict[str, Any]:
-    """Those of all policies, with the default of the first that has it."""
-    found: dict[str, Any] = {}
-    for kind in POLICIES.values():
-        for field in fields(kind):
-            if field.name in _names(kind):
-                found.setdefault(field.name, field.default)
-    return found
-
-
-def _owners(name: str) -> list[str]:
-    """The policies that have this option."""
-    return [policy for policy, kind in POLICIES.items() if name in _names(kind)]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _devices(text: str) -> int | dict[str, int]:
-    if "=" not in text:
-        number: int = _COUNT(text)
-        return number
-    pairs = [part.rpartition("=") for part in text.split(",")]
-    if len({kind for kind, _, _ in pairs if kind}) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} must name each device type once")
-    return {kind: _COUNT(count) for kind, _, count in pairs}
+def _value_of(text: str) -> Any:
+    """A number, true, false or null; else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -13,7 +13,7 @@ import numpy as np
 
 from optuna_fleet.alloc.fluid import Rates, fluid_optimum
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.policies import POLICIES, Policy, policy_of
+from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.replay.progress import Outcome, Progress
 from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace
@@ -91,7 +91,6 @@ def simulation_report(
     """What came of it, beside the baseline and the lower bound."""
     bound_s = lower_bound_s(run.trials, run.num_devices)
     return {
-        "policy": _name_of(run.policy),
         "devices": run.num_devices if isinstance(run.num_devices, int) else {**run.num_devices},
         "seed": run.seed,
         **common_report(outcome),
@@ -132,8 +131,8 @@ class TraceScenario:
         named = policy_of(self.policy)
         if named.paradigm != "elastic":
             raise FleetConfigError(
-                f"`policy` is {_name_of(named)!r}, but nodes that come and go need one that "
-                "decides at each event: 'elastic', 'equal-split', or any with paradigm 'elastic'."
+                f"`policy` has the paradigm {named.paradigm!r}, but nodes that come and go need "
+                "one that decides at each event: 'elastic', 'equal-split', or any with 'elastic'."
             )
         policy = named.rules(max_trials=self.max_trials, lookahead=self.max_trials)
         allocator = named.new_allocator(seed=0)
@@ -154,7 +153,6 @@ def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
     events = int((run.trace.time_s <= outcome.end_s).sum())
     present_s = sum(outcome.present_s.values())
     report = {
-        "policy": _name_of(run.policy),
         **common_report(outcome),
         "mean_nodes": nodes,
         "events": events,
@@ -262,8 +260,3 @@ def _best_rate(trial: SimulatedTrial, m: int, num_by_kind: Mapping[str, int]) ->
     for kind in sorted(num_by_kind, key=lambda kind: -trial.rates_on(kind)[m - 1]):
         chosen[kind] = min(num_by_kind[kind], m - sum(chosen.values()))
     return trial.rate_on(chosen)
-
-
-def _name_of(policy: str | Policy) -> str:
-    kinds = {kind: name for name, kind in POLICIES.items()}
-    return policy if isinstance(policy, str) else kinds.get(type(policy), type(policy).__name__)

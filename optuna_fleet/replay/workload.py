@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, RateProfile, profile_key
 from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.events import Model
+from optuna_fleet.exceptions import FleetConfigError
 
 _BATCH_SIZE = 32  # of FLEET's networks
 
@@ -59,9 +63,8 @@ class SimulatedTrial:
 
     def __post_init__(self) -> None:
         check_that("name", self.name, lambda name: is_a(str)(name) and name, "be a text")
-        check_that("spans_types", self.spans_types, is_a(bool), "be true or false")
         for rates in (self.rates, *self.rates_by_kind.values()):
-            check_rates(rates)
+            _check_rates(rates)
         most = MOST if self.max_epochs is None else self.max_epochs
         check_number("max_epochs", most, least=1, most=MOST, whole=True)
         check_number("epochs", self.epochs, least=1, most=most, whole=True)
@@ -104,12 +107,7 @@ class SimulatedTrial:
         return self.epochs * self.samples_per_epoch
 
 
-def check_rates(rates: Sequence[float]) -> None:
-    """Check that all are numbers > 0 with which can be reckoned.
-
-    Raises:
-        FleetConfigError: One is not.
-    """
+def _check_rates(rates: Iterable[float]) -> None:
     for rate in rates:
         check_number("rates", rate, least=1 / LARGEST, most=LARGEST)
 
@@ -184,3 +182,143 @@ def believed_profiles(
                 structure=trial.name, measured=measured, kind=kind, anywhere=True
             )
     return profiles
+
+
+# -- the trials of `optuna-fleet simulate` and `replay` -------------------------------------------
+
+
+def load_ensemble(path: Path, num_devices: int, seed: int = 0) -> tuple[SimulatedTrial, ...]:
+    """The trials of an ensemble file, in order of submission.
+
+    Args:
+        path: A JSON file: ``{"samples_per_epoch": 30606, "rescale_s": 34, "trials": [{"name":
+            "...", "rates": {"1": 100.0, "2": 190.0}, "epochs": 14, "submit_s": 0}, ...]}``. Rates
+            of other widths follow :meth:`RateProfile.rates`, up to ``"max_devices"`` of a trial.
+            A trial with ``"max_epochs": 30`` says that it ends after 30 epochs at the latest, as
+            ``trial.epochs(30)`` does; ``epochs`` are then 30 unless given. With ``"pruned": 0.05``
+            beside ``"trials"``, that share of them ends at each epoch's end. With ``"traits":
+            ["sgd", "resnet"]`` a trial is checked before it gets several devices or is moved.
+        num_devices: Devices of the fleet.
+        seed: Of which trials are pruned when.
+
+    Raises:
+        FleetConfigError: The file can't be read, or a field is missing or wrong.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise FleetConfigError(f"{path} is not JSON: {error}.") from error
+    with _told_of(str(path)):
+        cost_s, pruned = data.get("rescale_s", 0.0), data.get("pruned", 0.0)
+        check_number("pruned", pruned, least=0, most=1)
+        common = {"samples_per_epoch": data["samples_per_epoch"]}
+        common |= {"rescale_up_s": cost_s, "rescale_down_s": cost_s}
+        trials = []
+        for k, one in enumerate(data["trials"]):
+            with _told_of(f"`trials[{k}]`"):
+                trial = _trial(one, k, num_devices, common)
+                trials.append(pruned_after(trial, pruned, [seed, k]))
+        check_that("trials", data["trials"], bool, "be a list that is not empty")
+        _check_names(trials)
+    return tuple(sorted(trials, key=lambda trial: trial.submit_s))
+
+
+@contextlib.contextmanager
+def _told_of(where: str) -> Iterator[None]:
+    """Says where it is, of what is missing or wrong."""
+    try:
+        yield
+    except FleetConfigError as error:
+        raise FleetConfigError(f"{where}: {error}") from error
+    except KeyError as error:
+        raise FleetConfigError(f"{where}: there is no field {error}.") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FleetConfigError(f"{where} is none of this kind: {error}.") from error
+
+
+def _trial(
+    one: Mapping[str, Any], k: int, num_devices: int, common: dict[str, Any]
+) -> SimulatedTrial:
+    most, widest = one.get("max_epochs"), one.get("max_devices", num_devices)
+    check_number("max_devices", widest, least=1, whole=True)
+    measured = {int(width): rate for width, rate in one["rates"].items()}
+    wanted = 'be by numbers of devices, as {"1": 100.0}'
+    check_that("rates", one["rates"], lambda _: min(measured, default=0) > 0, wanted)
+    _check_rates(measured.values())
+    profile = RateProfile(structure="", measured=measured)
+    return SimulatedTrial(
+        name=one.get("name", f"trial {k}"),
+        rates=profile.rates(min(widest, num_devices)),
+        epochs=one["epochs"] if most is None else one.get("epochs", most),
+        max_epochs=most,
+        submit_s=one.get("submit_s", 0.0),
+        min_devices=one.get("min_devices", 1),
+        traits=frozenset(map(str, one.get("traits", ()))),
+        **common,
+    )
+
+
+def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> SimulatedTrial:
+    """The trial as it will be, if a share of trials is pruned at each epoch's end.
+
+    What it draws is its own, whatever becomes of the others.
+    """
+    if not share:
+        return trial
+    end = int(np.random.default_rng(seed).geometric(share))
+    return replace(trial, epochs=min(trial.epochs, end))
+
+
+def _check_names(trials: Sequence[SimulatedTrial]) -> None:
+    rates: dict[str, Any] = {}
+    for trial in trials:
+        if rates.setdefault(trial.name, trial.rates) != trial.rates:
+            raise FleetConfigError(
+                f"two trials are named {trial.name!r} but have unlike rates; trials of one name "
+                "share a rate profile, so unlike ones need unlike names."
+            )
+
+
+BFTRAINER_NODES = (1, 2, 4, 8, 16, 32, 64)
+BFTRAINER_RATES = {
+    "AlexNet": (7.1, 13.1, 21.1, 40.5, 74.0, 130.8, 202.1),
+    "ResNet18": (5.2, 10.6, 20.4, 39.6, 78.0, 144.8, 262.7),
+    "MnasNet": (3.2, 6.0, 11.5, 23.1, 43.9, 83.5, 160.5),
+    "MobileNets": (3.0, 5.9, 11.4, 22.0, 42.5, 82.3, 155.2),
+    "ShuffleNet": (2.8, 5.3, 10.0, 20.4, 38.9, 74.1, 145.1),
+    "VGG-16": (1.2, 2.4, 4.7, 9.3, 18.3, 36.2, 70.2),
+    "DenseNet": (1.0, 2.0, 3.8, 7.6, 15.0, 28.8, 57.8),
+}
+"""BFTrainer's Table 2: thousands of images per second by numbers of nodes."""
+
+
+def bftrainer_trials(names: Sequence[str], num_trials: int = 1000) -> tuple[SimulatedTrial, ...]:
+    """The trials of BFTrainer's experiments, as far as the paper prints them.
+
+    A trial is one epoch of all its samples, 100 times those of ImageNet (sections 4.2, 5.1 and
+    5.2). What moves cost, and how soon the next trial comes, is not in the paper, but in the
+    simulator published with it.
+
+    Args:
+        names: Models that take turns, of `BFTRAINER_RATES`.
+        num_trials: How many.
+    """
+    widths = np.arange(1, BFTRAINER_NODES[-1] + 1)
+    rates = {
+        name: tuple((1000 * np.interp(widths, BFTRAINER_NODES, BFTRAINER_RATES[name])).tolist())
+        for name in names
+    }
+    return tuple(
+        SimulatedTrial(
+            name=(name := names[k % len(names)]),
+            rates=rates[name],
+            epochs=1,
+            samples_per_epoch=130e6,
+            submit_s=36.0 * k,
+            rescale_up_s=18.0,
+            rescale_down_s=12.0,
+        )
+        for k in range(num_trials)
+    )

@@ -13,6 +13,7 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.groups import gloo_group, group_size, wire_device
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.virtual_workers.edges import Edges
+from optuna_fleet.virtual_workers.layouts import Placement
 from optuna_fleet.virtual_workers.parameter_server import (
     Directory,
     ParameterServer,
@@ -21,7 +22,6 @@ from optuna_fleet.virtual_workers.parameter_server import (
 from optuna_fleet.virtual_workers.pipeline_options import PipelineOptions
 from optuna_fleet.virtual_workers.stage import Loss, Noise, PipelineStage
 from optuna_fleet.virtual_workers.stage_messages import Gradients, StageAddress, ToStage
-from optuna_fleet.virtual_workers.stage_placement import Placement
 from optuna_fleet.virtual_workers.sums import PartSums, Ties, shared_parameters
 from optuna_fleet.virtual_workers.versions import (
     Agreement,
@@ -152,9 +152,7 @@ class Construction:
             self.edges.is_broken = not self.edges.is_alone
             if self.edges.is_broken and error.args and isinstance(error.args[0], str):
                 names = list(dict(self.part.named_children()))
-                of = f"stage {self.address.stage} of {self.num_stages}"
-                if self.num_workers > 1:
-                    of += f" of virtual worker {self.address.worker}"
+                of = self.directory.name_of(self.rank)
                 where = f" (in {of}, rank {self.rank}: layers {names[0]} to {names[-1]})"
                 error.args = (error.args[0] + where, *error.args[1:])
             raise

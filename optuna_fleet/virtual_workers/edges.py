@@ -22,6 +22,7 @@ from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.nested import map_tensors, to_device
 from optuna_fleet.virtual_workers.parameter_server import Directory, ParameterServer
 from optuna_fleet.virtual_workers.stage_messages import (
+    Held,
     Inbound,
     Lane,
     Outbound,
@@ -207,11 +208,25 @@ class Edges:
             RuntimeError: On rank 0, if another rank could not give anything, or is gone.
         """
         assert self._group is not None
-        if self._rank > 0:
-            Outbound(self._group, 0, Lane.VALUES).send_values(own)
-            return []
-        group, others = self._group, range(1, self._group.size())
-        return [Inbound(group, rank, Lane.VALUES).values() for rank in others]
+        if self._rank == 0:
+            return [self._held_by(rank) for rank in range(1, self._group.size())]
+        out = Outbound(self._group, 0, Lane.VALUES)
+        try:
+            out.send(Held(own()))
+        except Exception:
+            out.leave(alone=True)  # who waits for it is told
+            out.finish()  # what is on its way is lost with the last reference to it
+            raise
+        out.wait()
+        return []
+
+    def _held_by(self, rank: int) -> dict[str, Any]:
+        assert self._group is not None
+        held = Inbound(self._group, rank, Lane.VALUES).receive()
+        if held is None:
+            raise dist.DistNetworkError(f"rank {rank} could not send what it holds")
+        values: dict[str, Any] = held.values
+        return values
 
     def close(self, *, alone: bool) -> None:
         """Say so to the others, and wait until they have done so too.

@@ -23,10 +23,7 @@ from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.randomness import own_randomness
 from optuna_fleet.trainer.run_parts import Parts
-from optuna_fleet.virtual_workers.parameter_server import Directory
-from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
-from optuna_fleet.virtual_workers.stage import Loss, leaf_of
-from optuna_fleet.virtual_workers.stage_placement import (
+from optuna_fleet.virtual_workers.layouts import (
     WIRE,
     Demand,
     LayerCost,
@@ -34,6 +31,9 @@ from optuna_fleet.virtual_workers.stage_placement import (
     Ranks,
     TooManyDevices,
 )
+from optuna_fleet.virtual_workers.parameter_server import Directory
+from optuna_fleet.virtual_workers.partition import DoesNotFit, Link, Links
+from optuna_fleet.virtual_workers.stage import Loss, leaf_of
 from optuna_fleet.virtual_workers.sums import has_statistics
 
 Need = Callable[[int], NoReturn]
@@ -162,12 +162,7 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Measure copies of layers, of which no two are on the device at the same time.
 
-    Args:
-        layers: In their order; they stay what and where they are, as do all generators.
-        loss: Belongs to the last one.
-        values: What the first one gets.
-        targets: What the loss gets.
-        device: Where they are to compute.
+    The layers stay what and where they are, as do all generators. The last one has the loss.
     """
     costs: list[LayerCost] = []
     with own_randomness(), torch.enable_grad():
@@ -250,12 +245,9 @@ def _now(device: torch.device) -> float:
 
 
 def measured_links(nodes: Sequence[int], rank: int, usual: Link) -> Links:
-    """Links within a node and between nodes, each by one pair of neighbouring ranks.
+    """Links within a node and between nodes, each by one pair of neighbouring ranks; all call it.
 
-    Args:
-        nodes: Of each rank; all ranks call it.
-        rank: Of this process.
-        usual: Where there is no such pair; and messages take its latency at least.
+    Where there is no such pair the link is the `usual` one; messages take its latency at least.
     """
     group: Any = dist.group.WORLD  # by gloo, as everything between stages
     if dist.get_backend() != "gloo":
@@ -298,10 +290,8 @@ def _there_and_back_s(num_bytes: int, there: int, group: Any, *, starts: bool) -
 def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:
     """Where runs of layers end that can't be cut, as they share something.
 
-    Args:
-        model: Its layers.
-        may_part_ties: Whether layers that share a parameter may be in several stages. Those that
-            share a module with parameters or buffers never are.
+    Layers that share a parameter may be in several stages if they `may_part_ties`; those that
+    share a module with parameters or buffers never are.
     """
     last: dict[int, int] = {}
     first: dict[int, int] = {}

@@ -89,8 +89,9 @@ def checked_options(
     """
     _check(model, optimizer)
     options = PipelineOptions(**given)
-    if options.virtual_workers != 1 and _writes_weights(model):
-        if not options.is_flushed:
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if options.virtual_workers != 1 and any(e.max_norm or e.sparse for e in embeddings):
+        if not options.is_flushed and any(e.max_norm for e in embeddings):
             raise FleetConfigError(
                 "The model has an embedding with `max_norm`, which writes to its weights when it "
                 "is called: those of several virtual workers would come apart. Leave out "
@@ -118,12 +119,6 @@ def checked_options(
         )
     parts.widths.bounds = replace(bounds, max_devices=most)
     return replace(options, max_devices=min(most, run.num_of_all_types))
-
-
-def _writes_weights(module: nn.Module) -> bool:
-    """Whether its passes do, other than training."""
-    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return any(embedding.max_norm for embedding in embeddings)
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -98,13 +98,23 @@ class Sums(NamedTuple):
     sums: Tensors
 
 
+class Held(NamedTuple):
+    """To rank 0: what a rank has of the model's state."""
+
+    values: Any
+
+
 ToStage = Activations | Gradients | Snapshot
-Message = ToStage | Push | Pull | Sums
+Message = ToStage | Push | Pull | Sums | Held
 _NUMBERS: dict[Any, int] = dict(
-    zip((Activations, Gradients, Push, Pull, Snapshot, Sums), (3, 1, 3, 5, 2, 2), strict=True)
+    zip(
+        (Activations, Gradients, Push, Pull, Snapshot, Sums, Held),
+        (3, 1, 3, 5, 2, 2, 0),
+        strict=True,
+    )
 )
 _KINDS = list(_NUMBERS)
-_VALUES, _LEAVING = len(_KINDS), len(_KINDS) + 1  # beside them
+_LEAVING = len(_KINDS)  # beside them
 _MOST_NUMBERS = max(_NUMBERS.values())
 
 
@@ -153,20 +163,26 @@ class Outbound:
 
     def send(self, message: Message) -> None:
         """Return when the message before has arrived; this one is on its way then."""
-        kind = type(message)
-        numbers, values = message[: _NUMBERS[kind]], message[_NUMBERS[kind] :]
-        with self._lock:
-            self._send(_KINDS.index(kind), getattr(message, "piece", 0), numbers, values)
+        kind, tensors = type(message), list[Tensor]()
+        key = _KINDS.index(kind), getattr(message, "piece", 0)
+        numbers: tuple[Any, ...] = message[: _NUMBERS[kind]]
+        values = message[_NUMBERS[kind] :]
 
-    def send_values(self, values: Callable[[], Any]) -> None:
-        """Return when they have arrived; who waits for them is told if there are none to send."""
-        try:
-            self._send(_VALUES, 0, (), values())
-        except Exception:
-            self.leave(alone=True)
-            self.finish()  # what is on its way is lost with the last reference to it
-            raise
-        self._wait()
+        def taken(tensor: Tensor) -> Any:
+            tensors.append(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
+            return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+        with self._lock:
+            described = repr(map_tensors(values, taken, _refused))  # dicts in other order differ
+            description = torch.empty(0, dtype=torch.uint8)
+            if described != self._described.get(key):
+                description = _description(values)
+                self._described[key] = described
+            self.wait()
+            self._start(_header(*key, len(description), numbers))
+            for tensor in (description, *tensors):
+                if tensor.numel():
+                    self._start(tensor)
 
     def leave(self, *, alone: bool) -> None:
         """There will be no more messages; nothing is said where another thread is amidst one."""
@@ -178,33 +194,20 @@ class Outbound:
     def finish(self) -> None:
         """Return when all has arrived, or whoever it was for is gone."""
         with self._lock, suppress(RuntimeError):
-            self._wait()
+            self.wait()
 
-    def _send(self, code: int, piece: int, numbers: tuple[Any, ...], values: Any) -> None:
-        tensors: list[Tensor] = []
+    def wait(self) -> None:
+        """Return when all has arrived.
 
-        def taken(tensor: Tensor) -> Any:
-            tensors.append(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
-            return f"{tensor.dtype} {tuple(tensor.shape)}"
-
-        described = repr(map_tensors(values, taken, _refused))  # dicts in other order are others
-        description = torch.empty(0, dtype=torch.uint8)
-        if described != self._described.get((code, piece)):
-            description = _description(values)
-            self._described[code, piece] = described
-        self._wait()
-        self._start(_header(code, piece, len(description), numbers))
-        for tensor in (description, *tensors):
-            if tensor.numel():
-                self._start(tensor)
-
-    def _start(self, tensor: Tensor) -> None:
-        self._works.append((self._group.send([tensor], self._rank, self._lane), tensor))
-
-    def _wait(self) -> None:
+        Raises:
+            RuntimeError: Whoever it was for is gone.
+        """
         for work, _ in self._works:
             work.wait()
         self._works.clear()
+
+    def _start(self, tensor: Tensor) -> None:
+        self._works.append((self._group.send([tensor], self._rank, self._lane), tensor))
 
 
 class Inbound:
@@ -223,33 +226,17 @@ class Inbound:
 
     def receive(self) -> Any:
         """The next message; None if there will be no more."""
-        code, numbers, values = self._next()
+        header = self._received((3 + _MOST_NUMBERS,), torch.int64)
+        code, piece, size, *numbers = header.tolist()
         if code == _LEAVING:
             self.was_left_alone = bool(numbers[0])
             return None
-        kind = _KINDS[code]
-        return kind(*numbers[: _NUMBERS[kind]], *values)
-
-    def values(self) -> Any:
-        """What `Outbound.send_values` sends.
-
-        Raises:
-            RuntimeError: It can't be sent.
-        """
-        code, _, values = self._next()
-        if code == _LEAVING:
-            raise dist.DistNetworkError(f"rank {self._rank} could not send what it holds")
-        return values
-
-    def _next(self) -> tuple[int, list[int], Any]:
-        header = self._received((3 + _MOST_NUMBERS,), torch.int64)
-        code, piece, size, *numbers = header.tolist()
         if size:
             buffer = io.BytesIO(self._received((size,), torch.uint8).numpy().tobytes())
             form = torch.load(buffer, weights_only=True)  # its sender has proved nothing
             self._forms[code, piece] = form
-        form = None if code == _LEAVING else self._forms[code, piece]
-        return code, numbers, map_tensors(form, self._like)
+        kind, values = _KINDS[code], map_tensors(self._forms[code, piece], self._like)
+        return kind(*numbers[: _NUMBERS[kind]], *values)
 
     def _like(self, form: Tensor) -> Tensor:
         return self._received(tuple(form.shape), form.dtype)

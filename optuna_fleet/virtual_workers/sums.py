@@ -20,7 +20,6 @@ from optuna_fleet.virtual_workers.parameter_server import Directory
 from optuna_fleet.virtual_workers.stage_messages import StageAddress, Tensors
 
 _LOSS = ""  # beside names of parameters and buffers, which begin with that of their layer
-_ROWS = "/rows"  # after the name of one whose gradient is sparse: where that has something
 _RUNNING = "running_mean", "running_var"
 
 
@@ -73,13 +72,7 @@ class PartSums:
             self._note(name, gradient)
 
     def _note(self, name: str, added: Tensor, kept: float = 1.0) -> None:
-        if added.is_sparse:
-            added = added.coalesce()
-            rows = torch.zeros(added.shape[: added.sparse_dim()], dtype=torch.bool)
-            rows[tuple(added.indices().cpu())] = True
-            self._note(name + _ROWS, rows)
-            added = added.to_dense()
-        self._terms.setdefault(name, []).append((kept, added.detach().cpu()))
+        self._terms.setdefault(name, []).append((kept, added.detach().to_dense().cpu()))
 
     @torch.no_grad()
     def add_up(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
@@ -90,11 +83,9 @@ class PartSums:
         for name, total in sums.items():
             if name in self._buffers:
                 self._buffers[name].copy_(total)
-            elif name != _LOSS and not name.endswith(_ROWS):
+            elif name != _LOSS:
                 # A copy, as that which is on its way must not change.
-                rows = sums.get(name + _ROWS)
-                given = total.clone() if rows is None else _sparse(total, rows)
-                parameters[name].grad = given.to(parameters[name].device)
+                parameters[name].grad = total.to(parameters[name].device, copy=True)
         return sums[_LOSS].clone()
 
     def meet(self) -> None:
@@ -142,14 +133,6 @@ class PartSums:
             module.num_batches_tracked.sub_(1)
             one = torch.ones_like(module.num_batches_tracked)
             self._note(f"{path}.num_batches_tracked", one)
-
-
-def _sparse(total: Tensor, rows: Tensor) -> Tensor:
-    """With nothing but these rows, which may be of zeros."""
-    places, values = rows.nonzero().T, total[rows]
-    return torch.sparse_coo_tensor(
-        places, values, total.shape, is_coalesced=True, check_invariants=False
-    )
 
 
 # -- what layers share ----------------------------------------------------------------------------

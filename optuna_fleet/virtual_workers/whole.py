@@ -156,12 +156,8 @@ class HeldModel:
 def check_owned(parameters: Iterable[nn.Parameter], own: Container[int]) -> None:
     """Refuse to train parameters of which it is not known where they are.
 
-    Args:
-        parameters: Those that are to be trained.
-        own: Identities of the model's.
-
     Raises:
-        FleetConfigError: There are such.
+        FleetConfigError: There are such: their identities are not among the model's.
     """
     if others := sum(id(parameter) not in own for parameter in parameters):
         raise FleetConfigError(

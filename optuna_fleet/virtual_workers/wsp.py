@@ -1,4 +1,4 @@
-"""The rules of pipelined virtual workers, which the engine and the simulator keep.
+"""The rules of pipelined virtual workers.
 
 Which weights a minibatch may start with: Wave Synchronous Parallel (HetPipe), or a flush of the
 pipeline. And what a stage does next: one forward, one backward, and no more held than it has
@@ -212,11 +212,6 @@ def held_minibatches(stage: int, num_stages: int, in_flight: int) -> int:
     A minibatch comes back after at most two turns of each later stage, so more would not keep the
     pipeline fuller. Stages admit no more forward passes than this; first come, first served, as in
     the paper (section 4), would pile up to ``in_flight`` on every stage but the last.
-
-    Args:
-        stage: Place in the pipeline, from 0.
-        num_stages: Stages of the pipeline, k.
-        in_flight: Minibatches in the whole pipeline, N_m.
     """
     return min(in_flight, 2 * (num_stages - 1 - stage) + 1)
 

@@ -71,9 +71,6 @@ def test_a_wrong_prediction_does_limited_harm():
     assert widths(None) == widths(float("nan"))
 
 
-# -- who moves ----------------------------------------------------------------------------------
-
-
 # -- equal split --------------------------------------------------------------------------------
 
 
@@ -91,6 +88,3 @@ def test_equal_split_by_hand(published, least, devices, expected):
     trials = [trial(n, min_devices=least) for n in range(3)]
     allocator = EqualSplitAllocator(published=published)
     assert counts(allocator.allocate(fleet_of(devices, *trials))) == expected
-
-
-# -- BFTrainer's Table 2 -------------------------------------------------------------------------

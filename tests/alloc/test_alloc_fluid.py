@@ -59,6 +59,3 @@ def test_nobody_gets_more_than_its_peak(rates):
     rates = [tuple(r) for r in rates]
     _, widths = fluid_optimum(rates, [1.0] * len(rates), 64)
     assert widths == pytest.approx([r.index(max(r)) + 1 for r in rates])
-
-
-# -- several device types -----------------------------------------------------------------------

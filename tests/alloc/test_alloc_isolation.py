@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import pytest
-from alloc_cases import counts, slide_problem
+from alloc_cases import slide_problem
 from alloc_misbehaving import Misbehaving
 
 from optuna_fleet.alloc import (
@@ -29,8 +29,8 @@ BAD = replace(GOOD, candidates=(Candidate(number=99, rates=(30.0,)), *GOOD.candi
 def isolated():
     made = []
 
-    def make(allocator, **options):
-        made.append(IsolatedAllocator(allocator, GreedyAllocator(), **options))
+    def make(allocator):
+        made.append(IsolatedAllocator(allocator, GreedyAllocator()))
         return made[-1]
 
     yield make
@@ -38,20 +38,27 @@ def isolated():
         allocator.close()
 
 
-def test_the_plan_is_that_of_the_isolated_allocator(isolated):
+def plan_of(allocator, problem=GOOD):
+    return allocator.submit(problem).result(240)
+
+
+def test_the_plan_is_that_of_the_isolated_allocator_also_when_the_driver_is_interrupted(isolated):
     allocator = isolated(MipAllocator())
     assert allocator.name == "mip"
-    assert allocator.allocate(GOOD) == MipAllocator().allocate(GOOD)
+    assert plan_of(allocator) == MipAllocator().allocate(GOOD)
+    os.kill(allocator.pid, signal.SIGINT)
+    assert os.getsid(allocator.pid) == allocator.pid
+    assert plan_of(allocator) == MipAllocator().allocate(GOOD)
 
 
 def test_who_waits_while_it_is_closed_gets_no_plan(isolated):
     allocator = isolated(Misbehaving("hang"))
-    allocator.allocate(GOOD)
+    plan_of(allocator)
     plan = allocator.submit(BAD)
     allocator.close()
     with pytest.raises(CancelledError):
         plan.result(240)
-    assert allocator.allocate(GOOD).allocator == "misbehaving"
+    assert plan_of(allocator).allocator == "misbehaving"
 
 
 def test_where_no_thread_can_be_started_the_plan_is_the_fallbacks(isolated, monkeypatch):
@@ -66,21 +73,13 @@ def test_where_no_thread_can_be_started_the_plan_is_the_fallbacks(isolated, monk
 
 
 def test_what_the_solver_prints_is_not_taken_for_its_answer(isolated):
-    assert isolated(Misbehaving("prattle")).allocate(BAD).allocator == "misbehaving"
+    assert plan_of(isolated(Misbehaving("prattle")), BAD).allocator == "misbehaving"
 
 
 def test_an_allocator_that_can_not_be_sent_falls_back(isolated):
     unsendable = Misbehaving("hang", name=(n for n in "x"))
-    plan = isolated(unsendable).allocate(GOOD)
+    plan = plan_of(isolated(unsendable))
     assert plan.status.startswith("fallback: solver process can't be asked")
-
-
-def test_interrupting_the_driver_leaves_the_child_alone(isolated):
-    allocator = isolated(MipAllocator())
-    allocator.allocate(GOOD)
-    os.kill(allocator.pid, signal.SIGINT)
-    assert os.getsid(allocator.pid) == allocator.pid
-    assert counts(allocator.allocate(GOOD)) == counts(MipAllocator().allocate(GOOD))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel must tell the child")

@@ -78,7 +78,7 @@ def fewest(m, nodes):
     return num_nodes
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_trial_alone_is_on_as_few_nodes_as_can_be_however_uneven_they_are(data):
     nodes = data.draw(nodes_strategy(12).filter(any))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,6 @@ import pytest
 from tests.nursery import Nursery
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-JOBS = {
-    "scaling": {"net": {"nodes": [0, 1, 8], "images_per_s": [0, 10, 70]}},
-    "hpo_shufflenet": {
-        "dnn": "net",
-        "n_jobs": 1,
-        "Jmin": 1,
-        "Jmax": 8,
-        "Tcup_s": 1,
-        "Tcdw_s": 1,
-        "Pmax_images": 1000,
-        "spacing_s": 0,
-    },
-}
 
 
 @pytest.fixture
@@ -49,13 +35,9 @@ def harvest(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("harvest")
 
 
-def test_it_lives_through_a_trace_and_replays_it(
-    trace: Path, tmp_path: Path, nursery: Nursery
-) -> None:
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps(JOBS))
+def test_it_lives_through_a_trace_and_replays_it(trace: Path, nursery: Nursery) -> None:
     given = "--begin 0 --hours 0.04 --nodes 3 --compression 30 --job-minutes 1 --policies elastic"
-    done = nursery.run(BENCHMARKS / "harvest.py", str(trace), str(jobs), *given.split())
+    done = nursery.run(BENCHMARKS / "harvest.py", str(trace), *given.split())
     assert done.returncode == 0, done.stderr
     assert "3 nodes" in done.stdout
     row = done.stdout.splitlines()[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
@@ -13,9 +12,8 @@ import pytest
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import bftrainer
 from benchmarks.papers.rows import Row, Table, Verdict, as_markdown, at_least
-from optuna_fleet.replay.synthetic import synthetic_trace
-from optuna_fleet.replay.trace import save_trace
-from optuna_fleet.replay.trial_files import BFTRAINER
+from optuna_fleet.replay.trace import save_trace, synthetic_trace
+from optuna_fleet.replay.workload import BFTRAINER_NODES, BFTRAINER_RATES
 
 DOCS = Path(__file__).parents[2] / "docs"
 LOOSEST = 0.25
@@ -68,11 +66,17 @@ def test_what_loses_to_the_baseline_is_not_called_reproduced() -> None:
 def made_up(folder: Path) -> Path:
     """As BFTrainer's data, but four hours of some 8 nodes, and few small trials."""
     save_trace(synthetic_trace(0, num_nodes=64, hours=4), folder / "summit_idle_week1.npz")
-    jobs, names = copy.deepcopy(BFTRAINER), bftrainer.IN_DATA
-    jobs["scaling"] = {names[name]: rates for name, rates in jobs["scaling"].items()}
-    small = {"n_jobs": 20, "Pmax_images": 2.6e6}
-    jobs["hpo_shufflenet"] |= small | {"dnn": names["ShuffleNet"]}
-    jobs["diverse"] |= small | {"cycle": list(names.values())}
+    names = bftrainer.IN_DATA
+    small = {"n_jobs": 10, "Pmax_images": 2.6e6, "Jmin": 1, "Jmax": 64, "spacing_s": 36.0}
+    small |= {"Tcup_s": 18.0, "Tcdw_s": [12.0] * 10}
+    jobs = {
+        "scaling": {
+            names[name]: {"nodes": BFTRAINER_NODES, "images_per_s": [1000 * r for r in rates]}
+            for name, rates in BFTRAINER_RATES.items()
+        },
+        "hpo_shufflenet": small | {"dnn": names["ShuffleNet"]},
+        "diverse": small | {"cycle": list(names.values())},
+    }
     (folder / "bftrainer_jobs.json").write_text(json.dumps(jobs))
     return folder
 
@@ -116,21 +120,6 @@ def test_the_verdict_follows_from_the_numbers(paper, ours, verdict) -> None:
     told = as_markdown(Table(title="Table 1", rows=(row,)))
     assert verdict.value in told
     assert ("1. because" in told) is (verdict is not Verdict.REPRODUCED)
-
-
-def test_rows_of_a_kind_are_one_line() -> None:
-    rows = tuple(
-        Row(place="Fig. 5", what=f"it, {m} GPUs", paper=2.0, ours=ours, unit="x", why="because")
-        for m, ours in ((20, 2.1), (40, 1.0), (60, 2.0))
-    )
-    other = Row(place="Fig. 6", what="it, 80 GPUs", paper=2.0, ours=2.0, unit="x")
-    assert as_markdown(Table(title="Figure 5", rows=(*rows, other))).splitlines()[4:] == [
-        "| Fig. 5 | it, 20, 40, 60 GPUs | 2.00 x | 2.10; 1.00 (1); 2.00 x "
-        "| 2 of 3 reproduced, +- 10% |",
-        "| Fig. 6 | it, 80 GPUs | 2.00 x | 2.00 x | reproduced, +- 10% |",
-        "",
-        "1. because",
-    ]
 
 
 def test_the_command_prints_a_paper(

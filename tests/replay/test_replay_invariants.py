@@ -117,7 +117,6 @@ def check_at_once(outcome, most):
 @pytest.mark.parametrize(
     "allocator",
     [
-        ElasticAllocator(objective="throughput"),
         ElasticAllocator(objective="scaling-efficiency"),
         EqualSplitAllocator(published=True),
     ],

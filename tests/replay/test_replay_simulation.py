@@ -197,3 +197,28 @@ def test_what_was_measured_keeps_nobody_from_flying(policy):
     unmeasured = simulated(looks_ahead=False)
     check_all_ended(unmeasured, trials)
     assert spans_of(simulated()) == spans_of(unmeasured)
+
+
+# -- pre-flight checks: a unit of work, as in a real sweep -----------------------------------
+
+
+def widened(*, traits=frozenset({"net"}), check_s=7.0):
+    """A trial on one of two devices, which would be given both from the start."""
+    allocator = ElasticAllocator(objective="throughput")
+    trials = [trial(epochs=20, traits=traits)]
+    return simulate(trials, [all_join(2)], allocator, rules=Rules(check_s=check_s))
+
+
+@pytest.mark.parametrize("check_s", [1.0, 30.0])
+def test_what_is_not_checked_yet_flies_on_one_device_until_it_is(check_s):
+    outcome = widened(check_s=check_s)
+    assert outcome.checked == [{"net"}]
+    (_, first, *_), (_, others, begun_s, _) = spans_of(outcome)
+    assert (len(first), len(others)) == (1, 2)
+    assert begun_s >= check_s
+
+
+def test_what_asks_for_its_devices_has_them_at_once():
+    outcome = widened(traits=frozenset())
+    assert outcome.checked == []
+    assert spans_of(outcome)[0][1] == (0, 1)

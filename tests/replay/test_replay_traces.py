@@ -14,13 +14,13 @@ import pytest
 
 from optuna_fleet.cli import main
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.replay.synthetic import SUMMIT_NODES, synthetic_trace
 from optuna_fleet.replay.trace import (
+    SUMMIT_NODES,
     NodeTrace,
-    Recording,
     idle_nodes,
     load_trace,
     save_trace,
+    synthetic_trace,
     trace_of,
     trace_statistics,
 )
@@ -33,16 +33,11 @@ exec sh "$0.$count" "$@"
 INTERRUPT = "kill -INT $PPID"
 
 
-def same(one: NodeTrace, other: NodeTrace) -> bool:
-    return one == other
-
-
 # -- made up ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_made_up_week_of_summit_is_as_published(seed: int) -> None:
-    week = trace_statistics(synthetic_trace(seed, num_nodes=SUMMIT_NODES))
+def test_a_made_up_week_of_summit_is_as_published() -> None:
+    week = trace_statistics(synthetic_trace(0, num_nodes=SUMMIT_NODES))
     assert (week["nodes"], week["hours"]) == (4608, 168.0)
     assert week["joins_per_h"] == pytest.approx(42, rel=0.1)
     assert week["leaves_per_h"] == pytest.approx(31, rel=0.1)
@@ -58,7 +53,7 @@ def test_every_made_up_trace_is_read_as_it_was_written(
 ) -> None:
     trace = synthetic_trace(3, num_nodes=num_nodes, hours=hours)
     save_trace(trace, tmp_path / "trace.npz")
-    assert same(load_trace(tmp_path / "trace.npz"), trace)
+    assert load_trace(tmp_path / "trace.npz") == trace
     assert len(trace.names) == num_nodes
     assert trace.end_s == pytest.approx(hours * 3600, abs=5)
     assert (np.diff(trace.time_s) >= 10).all()
@@ -89,28 +84,12 @@ def test_a_new_user_replays_bftrainers_jobs_without_any_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(tmp_path / "trace.npz")
-    assert main(["trace", trace, "--nodes", "64", "--hours", "24", "--seed", "1"]) == 0
+    assert main(["trace", trace, "--nodes", "32", "--hours", "8", "--seed", "1"]) == 0
     assert "mean_idle " in capsys.readouterr().out
     assert main(["replay", trace, "--mix", "diverse", "--json", "-"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    (report,) = json.loads(capsys.readouterr().out)["policies"]
     assert report["trials"] > 0
     assert 0.5 < report["utilisation"] < 1.2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--nodes", "4609"], "is 4609, but must be a whole number >= 1 and <= 4608"),
-        (["--hours", "0"], "is 0.0, but must be a number >= 0.01 and <= 10000"),
-        (["--seed", "-1"], "is -1, but must be a whole number >= 0"),
-    ],
-)
-def test_a_trace_that_can_not_be_made_up(
-    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["trace", str(tmp_path / "trace.npz"), *arguments])
-    assert line in capsys.readouterr().err
 
 
 # -- what sinfo says ----------------------------------------------------------------------------
@@ -124,26 +103,24 @@ def test_idle_are_nodes_that_could_be_used_now() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["n1|idle\nn2|", "n1 idle", "NODELIST|STATE", "\x00", "a|b|c"])
+@pytest.mark.parametrize("text", ["n1|idle\nn2|", "n1 idle", "NODELIST|STATE"])
 def test_damaged_lines_are_named(text: str) -> None:
     with pytest.raises(FleetConfigError, match="but must say node and state"):
         idle_nodes(text)
 
 
 def test_samples_become_a_trace() -> None:
-    recording = Recording.begun({"b": True, "c": False}, 1e9, "")
-    assert not recording.is_trace
+    trace = NodeTrace(names=(), changes=())
     for time_s, idle in [
+        (0.0, {"b": True, "c": False}),
         (10.0, {"b": True, "c": False}),
         (20.0, {"b": False, "c": True}),
         (30.0, {"a": True, "c": True}),  # one is new, one is gone
         (40.0, {"a": True, "c": True}),
         (50.0, {"a": True, "c": True}),
     ]:
-        recording = recording.sampled(idle, time_s)
-    trace = recording.trace
+        trace = trace.sampled(idle, time_s)
     assert trace.names == ("b", "c", "a")
-    assert trace.time_s.tolist() == [0.0, 20.0, 30.0, 50.0]
     assert [(c.time_s, c.joined, c.left) for c in trace.changes] == [
         (0.0, (0,), ()),
         (20.0, (1,), (0,)),
@@ -191,34 +168,26 @@ def idle_after_each(path: Path) -> list[set[str]]:
     return found
 
 
-def test_idle_nodes_are_recorded_until_ctrl_c_and_gone_on_with(
-    sinfo: Path, tmp_path: Path
-) -> None:
+AWAY = "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1"
+
+
+def test_idle_nodes_are_recorded_until_ctrl_c(sinfo: Path, tmp_path: Path) -> None:
+    """Slurm's controller may be away for a while."""
     path = tmp_path / "trace.npz"
     asked = f'echo "$*" > {tmp_path}/asked\n'
-    answers(sinfo, asked + says("n1"), says("n1", "n2"), says("n2"), INTERRUPT)
+    away = (AWAY, "echo half a li", "true")
+    answers(sinfo, asked + says("n1"), says("n1", "n2"), *away, says("n2"), INTERRUPT)
     done = record(path, "--partition", "batch")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     assert "Recording 3 nodes" in done.stdout
     assert "joins_per_h" in done.stdout
+    said = done.stderr.splitlines()
+    for line, why in zip(said, ("Unable to contact", "'half a li'", "no nodes"), strict=True):
+        assert "no sample at" in line
+        assert why in line
     assert "--partition=batch" in (tmp_path / "asked").read_text().split()
-    before = [{"n1"}, {"n1", "n2"}, {"n2"}]
-    assert idle_after_each(path) == before
-
-    answers(sinfo, says("n2"), says("n2", "n3"), INTERRUPT)
-    assert record(path, "--partition", "batch").returncode == 0
-    assert idle_after_each(path) == [*before, {"n2", "n3"}]
+    assert idle_after_each(path) == [{"n1"}, {"n1", "n2"}, {"n2"}]
     assert main(["replay", str(path)]) == 0
-
-
-@pytest.mark.parametrize("other", [[], ["--partition", "debug"]])
-def test_a_recording_is_gone_on_with_of_the_same_partition_only(
-    other: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.npz"
-    Recording.begun({"n1": True}, 1e9, "batch").sampled({"n1": True}, 10.0).save(path)
-    assert main(["record", str(path), *other]) == 2
-    assert "was recorded of partition 'batch', not of " in capsys.readouterr().err
 
 
 def test_a_kill_loses_what_was_not_answered_only(sinfo: Path, tmp_path: Path) -> None:
@@ -228,59 +197,41 @@ def test_a_kill_loses_what_was_not_answered_only(sinfo: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.glob("*trace*")] == ["trace.npz"]
 
 
-def test_a_controller_that_is_away_for_a_while_ends_no_recording(
-    sinfo: Path, tmp_path: Path
-) -> None:
-    away = "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1"
-    answers(sinfo, says("n1"), away, "echo half a li", "true", says("n2"), INTERRUPT)
-    done = record(tmp_path / "trace.npz")
-    assert done.returncode == 0
-    assert idle_after_each(tmp_path / "trace.npz") == [{"n1"}, {"n2"}]
-    said = done.stderr.splitlines()
-    for line, why in zip(said, ("Unable to contact", "'half a li'", "no nodes"), strict=True):
-        assert "no sample at" in line
-        assert why in line
-
-
 @pytest.mark.parametrize(
-    ("answer", "line"),
+    ("given", "answer", "line"),
     [
-        ("true", "`sinfo` lists no nodes; `sinfo --summarize` lists the partitions."),
-        ("echo nonsense", "`sinfo` says 'nonsense', but must say node and state"),
-        ("echo 'no such cluster' >&2; exit 1", "failed: no such cluster. Recording needs"),
+        ([], ["true"], "lists no nodes"),
+        ([], ["echo nonsense"], "`sinfo` says 'nonsense'"),
+        ([], [AWAY], "Recording needs"),
+        (["--hours", "0.000001"], [says("n1"), AWAY], "answered once only"),
+        (["--interval", "0"], [], "`--interval` is 0"),
+        (["--interval", "1e300"], [], "`--interval` is 1e+300"),
+        (["--hours", "nan"], [], "`--hours` is nan"),
+        (["no/such/trace.npz"], [], "can't be written: see to the folder"),
+        (["made_up.npz"], [], "is there already"),
     ],
 )
 def test_what_can_not_be_recorded_leaves_no_file(
-    answer: str, line: str, sinfo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers(sinfo, answer)
-    assert main(["record", str(tmp_path / "trace.npz")]) == 2
-    assert line in capsys.readouterr().err
-    assert not (tmp_path / "trace.npz").exists()
-
-
-@pytest.mark.parametrize(
-    ("file", "options", "line"),
-    [
-        ("trace.npz", ["--interval", "0"], "`--interval` is 0, but must be > 0, <= 86400."),
-        ("trace.npz", ["--interval", "1e300"], "`--interval` is 1e+300, but must be > 0"),
-        ("trace.npz", ["--hours", "nan"], "`--hours` is nan, but must be > 0."),
-        ("no/such/trace.npz", [], "can't be written: see to the folder"),
-        ("made_up.npz", [], "was not recorded; give a file that is not there yet."),
-        ("text.npz", [], "is not a NumPy archive"),
-        ("trace.npz", [], "`sinfo` can't be run: "),
-    ],
-)
-def test_recordings_that_can_not_begin(
-    file: str,
-    options: list[str],
+    given: list[str],
+    answer: list[str],
     line: str,
+    sinfo: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_trace(synthetic_trace(0, num_nodes=2, hours=1), tmp_path / "made_up.npz")
+    made_up = (tmp_path / "made_up.npz").read_bytes()
+    answers(sinfo, *answer)
+    name, *options = given if given and given[0].endswith(".npz") else ["trace.npz", *given]
+    assert main(["record", str(tmp_path / name), *options]) == 2
+    assert line in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("*.npz")] == ["made_up.npz"]
+    assert (tmp_path / "made_up.npz").read_bytes() == made_up
+
+
+def test_without_slurm_nothing_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    save_trace(synthetic_trace(0, num_nodes=2, hours=1), tmp_path / "made_up.npz")
-    (tmp_path / "text.npz").write_text("no trace")
-    assert main(["record", str(tmp_path / file), *options]) == 2
-    assert line in capsys.readouterr().err
+    assert main(["record", str(tmp_path / "trace.npz")]) == 2
+    assert "`sinfo` can't be run: " in capsys.readouterr().err

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optuna_fleet.alloc import GreedyAllocator
-from optuna_fleet.cli import main
 from optuna_fleet.events import Allocate, Ending, Launch
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.progress import Outcome
 from optuna_fleet.replay.scenarios import EnsembleScenario, lower_bound_s
-from optuna_fleet.replay.trial_files import load_ensemble
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device
 from tests.unit.world import World, rate, reached
@@ -178,55 +173,3 @@ def test_a_trial_that_spans_types_is_faster_for_it_and_bounded_by_all_devices() 
     assert simulated([alone], v=2, a=1).end_s == pytest.approx(60.0)
     assert simulated([spans], v=2, a=1).end_s < 33.0  # it starts on one
     assert lower_bound_s([spans], {"v": 2, "a": 1}) == pytest.approx(30.0, rel=1e-4)
-
-
-def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> None:
-    rates = {"v100": {"1": 100.0}, "a100": {"1": 210.0, "2": 400.0}}
-    ensemble = {
-        "samples_per_epoch": 100,
-        "trials": [{"rates": rates, "epochs": 4}, {"rates": {"1": 50.0}, "epochs": 3}],
-    }
-    path = tmp_path / "ensemble.json"
-    path.write_text(json.dumps(ensemble))
-    arguments = ["simulate", str(path), "--devices", "v100=2,a100=1", "--json", "-"]
-    assert main(arguments) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["devices"] == {"v100": 2, "a100": 1}
-    assert report["trials"] == 2
-    assert report["ratio_to_bound"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("flag", "told"),
-    [
-        (True, ""),
-        (False, "`min_devices` is 3, but must be a whole number >= 1 and <= 2"),
-        ("yes", "must be true or false"),
-    ],
-)
-def test_an_ensemble_says_who_spans_types(tmp_path: Path, flag: Any, told: str) -> None:
-    rates = {"v100": {"1": 100.0}, "a100": {"1": 200.0}}
-    given = {"rates": rates, "epochs": 4, "min_devices": 3, "spans_types": flag}
-    path, num_devices = tmp_path / "ensemble.json", {"v100": 2, "a100": 1}
-    path.write_text(json.dumps({"samples_per_epoch": 100, "trials": [given]}))
-    if told:
-        with pytest.raises(FleetConfigError, match=told):
-            load_ensemble(path, num_devices)
-        return
-    trials = load_ensemble(path, num_devices)
-    assert EnsembleScenario(trials=trials, num_devices=num_devices).run().trials[0].ended_s
-
-
-def test_a_trial_needs_rates_for_every_type(tmp_path: Path) -> None:
-    path = tmp_path / "ensemble.json"
-    trials = [{"rates": {"v100": {"1": 100.0}}, "epochs": 4}]
-    path.write_text(json.dumps({"samples_per_epoch": 100, "trials": trials}))
-    with pytest.raises(FleetConfigError, match="there is no field 'a100'"):
-        load_ensemble(path, {"v100": 1, "a100": 1})
-
-
-@pytest.mark.parametrize("text", ["v100=", "v100=0", "=3", "v100=1,v100=2", "v100=1,2", "no", ""])
-def test_devices_that_make_no_fleet_are_refused(text: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", "ensemble.json", "--devices", text])
-    assert "must" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.layouts import (
     Servers,
     distributions,
@@ -23,7 +24,6 @@ from optuna_fleet.virtual_workers.partition import (
     StageDevice,
     best_partition,
 )
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
+from benchmarks.papers.simulator import StageTimes, VirtualWorkers
 from optuna_fleet.virtual_workers.wsp import Flush, WaveSynchronous
 
 

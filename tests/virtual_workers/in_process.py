@@ -1,21 +1,24 @@
-"""Virtual workers in one process, one pass after the other, by a clock of its own.
+"""Virtual workers in one process, and an oracle that does on one device what they recorded.
 
-Whose turn it is depends on how long passes are said to take, not on how long they take: runs are
-deterministic, unlike speeds cost no time, and they are what the simulator says.
+One pass comes after the other, by a clock of its own: whose turn it is depends on how long passes
+are said to take, not on how long they take. Runs are deterministic, unlike speeds cost no time,
+and they are what the simulator says.
 """
 
 from __future__ import annotations
 
 import copy
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from optuna_fleet.virtual_workers.parameter_server import (
     Directory,
@@ -38,7 +41,7 @@ from optuna_fleet.virtual_workers.versions import (
     Weights,
 )
 from optuna_fleet.virtual_workers.whole import parameters_of, part_of
-from optuna_fleet.virtual_workers.wsp import Flush, Turn, WaveSynchronous
+from optuna_fleet.virtual_workers.wsp import Flush, Pass, Turn, WaveSynchronous
 
 Address = StageAddress | int
 """A server's is the piece that it has."""
@@ -151,7 +154,7 @@ class InProcess:
         self,
         stages: dict[StageAddress, PipelineStage],
         servers: dict[int, ParameterServer],
-        observe: Observer | None,
+        observe: Observer,
     ) -> None:
         """From now on messages are theirs."""
         self._stages, self._servers, self._observe = stages, servers, observe
@@ -214,26 +217,125 @@ class InProcess:
         self._go_on(stage)
 
 
-class Workers:
-    """Everybody that a blueprint tells of, connected by one transport."""
+LR = 0.05
 
-    def __init__(
-        self, blueprint: Blueprint, transport: InProcess, observer: Observer | None = None
-    ) -> None:
-        directory = blueprint.directory
-        self.stages = {a: blueprint.stage(a, transport) for a in directory.stages}
-        self.servers = {p: blueprint.server(p, transport) for p in range(len(directory.hosts))}
-        transport.connect(self.stages, self.servers, observer)
 
-    def give(self, batches: Batches, num_minibatches: int) -> None:
-        """Give so many minibatches to each virtual worker; `InProcess.run` trains them."""
-        for address, stage in self.stages.items():
-            for number in range(1, num_minibatches + 1):
-                stage.give(number, *batches(address.worker, number))
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=LR)
 
+
+def mlp(width: int = 6, depth: int = 4) -> nn.Sequential:
+    """As many layers as `depth`, in float64."""
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(worker: int, number: int, width: int = 6, size: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * worker + number)
+    x = torch.randn(2, size, width, generator=generator, dtype=torch.float64)
+    return x[0], x[1]
+
+
+@dataclass
+class Run:
+    """What came of it: passes in their order, and everybody's state."""
+
+    transport: InProcess
+    stages: dict[StageAddress, PipelineStage]
+    servers: dict[int, ParameterServer]
+    passes: list[tuple[StageAddress, PassDone]] = field(default_factory=list)
+
+    def note(self, address: StageAddress, done: PassDone) -> None:
+        self.passes.append((address, done))
+
+    @property
+    def starts(self) -> list[tuple[int, int, Any]]:
+        """(virtual worker, minibatch, tag) as first stages started them."""
+        return [
+            (address.worker, done.turn.number, done.tag)
+            for address, done in self.passes
+            if address.stage == 0 and done.turn.what is Pass.FORWARD
+        ]
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """What training came to: of the servers, or of all stages of the only virtual worker."""
         parts: list[Tensors] = [server.weights for server in self.servers.values()]
         if not parts:
             parts = [stage.weights.latest() for stage in self.stages.values()]  # type: ignore
         return {name: w.detach() for part in parts for name, w in part.items()}
+
+
+def train(
+    blueprint: Blueprint,
+    num_waves: int,
+    *,
+    batches: Batches = batch,
+    pass_s: Seconds | None = None,
+    latency_s: Callable[[], float] | None = None,
+) -> Run:
+    """Run until every virtual worker has trained as many waves."""
+    transport, directory = InProcess(pass_s, latency_s), blueprint.directory
+    run = Run(
+        transport=transport,
+        stages={a: blueprint.stage(a, transport) for a in directory.stages},
+        servers={p: blueprint.server(p, transport) for p in range(len(directory.hosts))},
+    )
+    transport.connect(run.stages, run.servers, run.note)
+    num_minibatches = num_waves * blueprint.schedule.wave_size
+    for address, stage in run.stages.items():
+        for number in range(1, num_minibatches + 1):
+            stage.give(number, *batches(address.worker, number))
+    transport.run()
+    ended = Counter((address, done.turn.what) for address, done in run.passes)
+    assert set(ended.values()) == {num_minibatches}, "some never ended"
+    return run
+
+
+class Oracle:
+    """Plain SGD on one device, at the weights that the tags of a run say."""
+
+    def __init__(self, blueprint: Blueprint, batches: Batches = batch) -> None:
+        self._model = blueprint.model
+        self._loss = blueprint.loss
+        self._batches = batches
+        self._wave_size = blueprint.schedule.wave_size
+        self._num_workers = len(blueprint.cuts)
+        first = {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        self._snapshots: list[Tensors] = [first]
+        self._updates: dict[tuple[int, int], Tensors] = {}
+
+    def weights(self, starts: list[tuple[int, int, Any]]) -> Tensors:
+        """After all minibatches of a run, which started in this order."""
+        for worker, number, tag in starts:
+            self._updates[worker, number] = self._update(worker, number, tag)
+        numbers = max(number for _, number, _ in starts)
+        return self._snapshot(numbers // self._wave_size)
+
+    def _update(self, worker: int, number: int, tag: Any) -> Tensors:
+        weights = self._snapshot(tag.clock)
+        for own in range(tag.clock * self._wave_size + 1, tag.local + 1):
+            weights = self._plus(weights, self._updates[worker, own])
+        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        x, y = self._batches(worker, number)
+        self._loss(functional_call(self._model, leaves, (x,)), y).backward()
+        return {name: -LR * w.grad for name, w in leaves.items() if w.grad is not None}
+
+    def _snapshot(self, clock: int) -> Tensors:
+        while len(self._snapshots) <= clock:
+            wave, weights = len(self._snapshots) - 1, self._snapshots[-1]
+            for number in range(wave * self._wave_size + 1, (wave + 1) * self._wave_size + 1):
+                for worker in range(self._num_workers):
+                    weights = self._plus(weights, self._updates[worker, number])
+            self._snapshots.append(weights)
+        return self._snapshots[clock]
+
+    @staticmethod
+    def _plus(weights: Tensors, update: Tensors) -> Tensors:
+        return {n: w + update[n] if n in update else w for n, w in weights.items()}
+
+
+def furthest(some: Tensors, others: Tensors) -> float:
+    """The largest difference of two sets of weights."""
+    assert some.keys() == others.keys()
+    return max((some[name] - others[name]).abs().max().item() for name in some)

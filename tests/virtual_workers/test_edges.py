@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,33 +20,19 @@ from optuna_fleet.virtual_workers.stage_messages import (
 )
 
 
-def connected(directory: Directory, room: int = 10) -> list[Edges]:
-    """Of each rank."""
-    store = dist.HashStore()
-    size = len(directory.stages)
-
-    def meet(rank: int) -> Edges:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(days=1))
-        return Edges(group, directory, torch.device("cpu"), room)
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(meet, range(size)))
-
-
 @pytest.fixture
 def two_stages() -> Iterator[list[Edges]]:
     on = Directory.of(((0, 1),), ((1,),), {"0": 1.0, "1": 1.0}, [0, 0])
-    edges = connected(on)
-    yield edges
-    close(edges)
+    store = dist.HashStore()
 
+    def meet(rank: int) -> Edges:
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(days=1))
+        return Edges(group, on, torch.device("cpu"), room=10)
 
-def close(edges: list[Edges]) -> None:
-    threads = [threading.Thread(target=one.close, kwargs={"alone": False}) for one in edges]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        edges = list(pool.map(meet, range(2)))
+        yield edges
+        list(pool.map(lambda one: one.close(alone=False), edges))
 
 
 FIRST, SECOND = StageAddress(0, 0), StageAddress(0, 1)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from optuna_fleet.virtual_workers.layouts import Demand, Ranks
 from optuna_fleet.virtual_workers.measuring import LayerCost, blocks_of, layer_costs, link_of
-from optuna_fleet.virtual_workers.minibatches import microbatches
+from optuna_fleet.virtual_workers.parameter_server import Directory
 from optuna_fleet.virtual_workers.partition import DoesNotFit, Link
-from optuna_fleet.virtual_workers.stage_placement import Demand, Ranks
+from optuna_fleet.virtual_workers.pipeline import microbatches
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
@@ -75,25 +77,36 @@ def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
     assert 0 in placed.ranks[0]
 
 
-def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
-    free = several(None).place([[LAYER] * 6] * 4)
-    assert len(free.ranks) == 4  # nothing has to be sent but parameters
-    kept = replace(LAYER, parameter_bytes=1e9)
-    large = several(None, memory_bytes=1e12).place([[kept] * 6] * 4)
-    assert len(large.ranks) == 1  # servers would take longer than the passes
-    tight = several(None, memory_bytes=60.0).place([[LAYER] * 6] * 4)
-    assert len(tight.ranks) == 2
+@pytest.mark.parametrize(
+    ("parameter_bytes", "memory_bytes", "expected"),
+    [
+        (1.0, 1e9, 4),  # nothing has to be sent but parameters
+        (1e9, 1e12, 1),  # servers would take longer than the passes
+        (1.0, 60.0, 2),
+    ],
+)
+def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory(
+    parameter_bytes: float, memory_bytes: float, expected: int
+) -> None:
+    kept = replace(LAYER, parameter_bytes=parameter_bytes)
+    assert len(several(None, memory_bytes=memory_bytes).place([[kept] * 6] * 4).ranks) == expected
 
 
-def test_with_flushes_too_as_many_share_a_batch_as_are_fastest_and_have_the_memory() -> None:
-    def layout(kept: LayerCost, memory_bytes: float, most: int | None = None) -> list[int]:
-        free = replace(demand(memory_bytes), most_workers=most)
-        return [*map(len, free.place([[kept] * 6] * 6).ranks)]
-
-    assert layout(LAYER, 1e9) == [2, 2, 1, 1]  # no more than a batch has parts
-    assert layout(LAYER, 1e9, 2) == [3, 3]
-    assert layout(LAYER, 50.0) == [3, 3]
-    assert layout(replace(LAYER, parameter_bytes=1e10), 1e12) == [6]  # sums would take longer
+@pytest.mark.parametrize(
+    ("parameter_bytes", "memory_bytes", "most_workers", "expected"),
+    [
+        (1.0, 1e9, None, [2, 2, 1, 1]),  # no more than a batch has parts
+        (1.0, 1e9, 2, [3, 3]),
+        (1.0, 50.0, None, [3, 3]),
+        (1e10, 1e12, None, [6]),  # sums would take longer
+    ],
+)
+def test_with_flushes_too_as_many_share_a_batch_as_are_fastest_and_have_the_memory(
+    parameter_bytes: float, memory_bytes: float, most_workers: int | None, expected: list[int]
+) -> None:
+    kept = replace(LAYER, parameter_bytes=parameter_bytes)
+    free = replace(demand(memory_bytes), most_workers=most_workers)
+    assert [*map(len, free.place([[kept] * 6] * 6).ranks)] == expected
 
 
 TWO_NODES = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
@@ -117,20 +130,27 @@ def test_local_servers_have_stages_cut_alike_whoever_is_slow_at_the_moment() -> 
     assert len({tuple(rank // 2 for rank in ranks) for ranks in placed.ranks}) == 1
 
 
-def most_in_flight(most: int | None, memory_bytes: float, devices: int = 4) -> int:
-    free = replace(several(most, memory_bytes=memory_bytes), in_flight=None)
-    placed = free.place([[LAYER] * 6] * devices)
-    assert placed.held == placed.in_flight
-    return placed.in_flight
-
-
-def test_as_many_minibatches_are_in_flight_as_help_and_fit() -> None:
-    assert most_in_flight(1, 1e9) == 4  # one for each stage
-    assert most_in_flight(2, 1e9) == 3  # 2k - 1: more would be held by no stage
-    assert most_in_flight(4, 1e9) == 1  # whole models
-    assert [most_in_flight(2, memory) for memory in (60.0, 35.0, 28.0)] == [2, 1, 1]
-    with pytest.raises(DoesNotFit):
-        most_in_flight(2, 20.0)
+@pytest.mark.parametrize(
+    ("most_workers", "memory_bytes", "expected"),
+    [
+        (1, 1e9, 4),  # one for each stage
+        (2, 1e9, 3),  # 2k - 1: more would be held by no stage
+        (4, 1e9, 1),  # whole models
+        (2, 60.0, 2),
+        (2, 35.0, 1),
+        (2, 20.0, None),
+    ],
+)
+def test_as_many_minibatches_are_in_flight_as_help_and_fit(
+    most_workers: int, memory_bytes: float, expected: int | None
+) -> None:
+    free = replace(several(most_workers, memory_bytes=memory_bytes), in_flight=None)
+    if expected is None:
+        with pytest.raises(DoesNotFit):
+            free.place([[LAYER] * 6] * 4)
+        return
+    placed = free.place([[LAYER] * 6] * 4)
+    assert placed.held == placed.in_flight == expected
 
 
 def test_what_layers_cost_is_measured_without_a_trace() -> None:
@@ -168,3 +188,20 @@ def test_the_layout_that_comes_by_itself_is_told() -> None:
     placed = replace(several(None), in_flight=None).place([[LAYER] * 6] * 4)
     assert "here 2 x 2 (ED; virtual workers x stages), with 3 in flight." in placed.reason
     assert several(2).place([[LAYER] * 6] * 4).reason == ""
+
+
+def directory(cuts: Any, ranks: Any, nodes: list[int]) -> Directory:
+    return Directory.of(ranks, cuts, dict.fromkeys("abcdef", 1.0), nodes)
+
+
+def test_servers_are_on_the_node_of_most_who_ask_them_and_shared_out() -> None:
+    # ED: both virtual workers have the first stage on node 0, and the second on node 1.
+    local = directory(((3,), (3,)), ((0, 2), (1, 3)), [0, 0, 1, 1])
+    assert local.hosts == (0, 2)
+    # One node, cut unlike.
+    shared = directory(((2, 4), (3,)), ((0, 1, 2), (3, 4)), [0] * 5)
+    assert shared.pieces == ((0, 2), (2, 3), (3, 4), (4, 6))
+    assert shared.hosts == (0, 1, 4, 2)
+    # A node that has two of three stages.
+    most = directory(((), (), ()), ((0,), (1,), (2,)), [0, 1, 1])
+    assert most.hosts == (1,)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import Blueprint
-from oracle import Oracle, batch, furthest, mlp, sgd, train
+from in_process import Blueprint, Oracle, batch, furthest, mlp, sgd, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.virtual_workers.simulator import StageTimes, VirtualWorkers
+from benchmarks.papers.simulator import StageTimes, VirtualWorkers
+from optuna_fleet.virtual_workers.stage_messages import added
+from optuna_fleet.virtual_workers.versions import Agreement
 from optuna_fleet.virtual_workers.wsp import Flush, Pass, WaveSynchronous
 
 
@@ -58,7 +59,7 @@ def test_one_minibatch_at_a_time_is_torchs_sgd(options):
         F.mse_loss(plain(x), y).backward()
         optimizer.step()
     expected = {name: p.detach() for name, p in plain.named_parameters()}
-    assert furthest(train(plan, 30).workers.weights(), expected) <= 1e-13
+    assert furthest(train(plan, 30).weights, expected) <= 1e-13
 
 
 class Residual(nn.Module):
@@ -97,7 +98,7 @@ def test_skip_connections_masks_and_token_inputs_cross_cuts():
     model = nn.Sequential(Begin(), Residual(), Residual(), Residual(), End()).double()
     plan = blueprint(WaveSynchronous(3, 1), (1, 2, 3), (2, 4), model=model)
     run = train(plan, 6, batches=tokens, pass_s=paces(1, 2.5))
-    assert furthest(run.workers.weights(), Oracle(plan, tokens).weights(run.starts)) <= 1e-14
+    assert furthest(run.weights, Oracle(plan, tokens).weights(run.starts)) <= 1e-14
 
 
 class Kept(nn.Linear):
@@ -116,7 +117,7 @@ def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
     def trained(layer):
         torch.manual_seed(0)
         model = nn.Sequential(*(layer(6, 6) for _ in range(3))).double()
-        return train(blueprint(WaveSynchronous(3, None), (1,), model=model), 4).workers.weights()
+        return train(blueprint(WaveSynchronous(3, None), (1,), model=model), 4).weights
 
     assert furthest(trained(Recomputed), trained(Kept)) == 0
 
@@ -140,7 +141,7 @@ def test_whatever_the_speeds_and_latencies_are(data):
         pass_s=lambda *_: rng.uniform(0.1, 3),
         latency_s=lambda: rng.choice([0.0, 0.5, 5.0]),
     )
-    assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
+    assert furthest(run.weights, Oracle(plan).weights(run.starts)) <= 1e-14
 
 
 @settings(max_examples=20)
@@ -168,3 +169,29 @@ def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, dist
     simulated = VirtualWorkers(times, schedule)
     simulated.run(num_waves)
     assert run.transport.now_s == pytest.approx(simulated.now_s, rel=1e-9)
+
+
+def norms() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("mask", torch.tensor([-torch.inf, 0.1, 1 / 3]))
+    return model
+
+
+def test_statistics_become_means_and_constants_stay() -> None:
+    torch.manual_seed(0)
+    models = [norms() for _ in range(3)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    agreements = [Agreement(m, torch.optim.SGD(m.parameters()), 1 / 3) for m in models]
+    for number, model in enumerate(models):
+        model(torch.randn(8, 3) + number)
+        model.register_buffer("made", torch.ones(()))
+    means = torch.stack([model[1].running_mean for model in models]).mean(0)
+    sums: dict[str, torch.Tensor] = {}
+    for agreement in agreements:
+        sums = added(sums, agreement.rest())
+    for agreement, model in zip(agreements, models, strict=True):
+        agreement.take(sums)
+        torch.testing.assert_close(model[1].running_mean, means)
+        assert torch.equal(model.mask, norms().mask)
+        assert not any(moved.any() for moved in agreement.rest().values())

@@ -14,7 +14,7 @@ from typing import Any
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.slurm.commands import ask
 from optuna_fleet.replay.replay_commands import lines
-from optuna_fleet.replay.trace import Recording, idle_nodes, trace_statistics
+from optuna_fleet.replay.trace import NodeTrace, idle_nodes, save_trace, trace_statistics
 
 _DAY_S = 86400.0
 
@@ -25,7 +25,7 @@ def add_record(commands: Any) -> None:
         "record",
         help="record a trace of idle nodes from Slurm, for `replay`",
         description="Asks `sinfo` again and again which nodes are idle, and writes each answer to "
-        "TRACE.npz, until Ctrl-C or --hours. A file of an earlier call is gone on with.",
+        "TRACE.npz, until Ctrl-C or --hours.",
     )
     command.add_argument("trace", type=Path, metavar="TRACE.npz")
     command.add_argument("--partition", default="", metavar="NAME", help="default all")
@@ -41,20 +41,21 @@ def add_record(commands: Any) -> None:
 def _record(options: argparse.Namespace) -> int:
     path: Path = options.trace
     _check(options)
-    recording = _first(path, options.partition)
-    before_s = recording.trace.end_s
-    print(f"Recording {len(recording.trace.names)} nodes in {path}; Ctrl-C ends it.", flush=True)
+    trace = NodeTrace(names=(), changes=()).sampled(_idle(options.partition), 0.0)
+    print(f"Recording {len(trace.names)} nodes in {path}; Ctrl-C ends it.", flush=True)
     moments = _moments(options.interval, options.hours * 3600)
     next(moments)
     try:
         for moment_s in moments:
             if idle := _asked(options.partition):
-                recording = recording.sampled(idle, before_s + moment_s)
-                recording.save(path)
+                trace = trace.sampled(idle, moment_s)
+                save_trace(trace, path)
     except KeyboardInterrupt:
-        if not recording.is_trace:
+        if len(trace.changes) < 2:
             raise
-    print("\n".join(lines(trace_statistics(recording.trace))), flush=True)
+    if len(trace.changes) < 2:
+        raise FleetConfigError("`sinfo` answered once only: nothing is recorded.")
+    print("\n".join(lines(trace_statistics(trace))), flush=True)
     return 0
 
 
@@ -63,21 +64,11 @@ def _check(options: argparse.Namespace) -> None:
         raise FleetConfigError(f"`--interval` is {options.interval:g}, but must be > 0, <= 86400.")
     if not options.hours > 0:
         raise FleetConfigError(f"`--hours` is {options.hours:g}, but must be > 0.")
+    if options.trace.exists():
+        raise FleetConfigError(f"{options.trace} is there already; give another file.")
     folder = options.trace.absolute().parent
     if not os.access(folder, os.W_OK | os.X_OK):
         raise FleetConfigError(f"{options.trace} can't be written: see to the folder {folder}.")
-
-
-def _first(path: Path, partition: str) -> Recording:
-    """The recording with what is idle now: a new one, or that of the file."""
-    earlier = Recording.load(path, partition) if path.exists() else None
-    idle, now = _idle(partition), time.time()
-    if earlier is None:
-        return Recording.begun(idle, now, partition)
-    after_s = now - earlier.start
-    if after_s <= earlier.trace.end_s:
-        raise FleetConfigError(f"{path} ends later than now: see to the clock, or the file.")
-    return earlier.sampled(idle, after_s)
 
 
 def _asked(partition: str) -> dict[str, bool] | None:
