@@ -20,8 +20,7 @@ from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.check import Check
-from optuna_fleet.preflight.notes import Order
-from optuna_fleet.preflight.rehearsals import prepare_process
+from optuna_fleet.preflight.rehearsals import Order, prepare_process
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,12 +17,16 @@ from torch import nn
 from optuna_fleet.events import EpochDecision, MoveRefused
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.reader.read_plan import ReadPlan
-from optuna_fleet.preflight.conditions import InDouble, QuietNoise
-from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
+from optuna_fleet.preflight.conditions import Data, InDouble, QuietNoise
 from optuna_fleet.preflight.recorder import Recorder, is_last_loop
-from optuna_fleet.preflight.rehearsals import ENVIRONMENT, forked, left_in
-from optuna_fleet.preflight.subset import Data
-from optuna_fleet.processes import cause_of_death
+from optuna_fleet.preflight.rehearsals import (
+    ENVIRONMENT,
+    Ending,
+    Order,
+    Rehearsed,
+    forked,
+    left_by,
+)
 from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.leaving import Held
@@ -58,11 +61,13 @@ def rehearse(order: Order) -> Rehearsed:
         scene = Scene(order)
     except Exception as error:
         return Rehearsed(ending=Ending.UNFIT, problem=f"{error}", traceback=format_exc())
-    run = _run_in_a_child if order.moves else _run_leg
-    while isinstance(found := run(scene, notes, content), tuple):
+    while True:
+        leg = partial(_run_leg, scene, notes, content)
+        found = left_by(*forked(leg)) if order.moves else leg()
+        if not isinstance(found, tuple):
+            return found
         notes, content = found
         notes.num_moves += 1
-    return found
 
 
 class UnfitError(Exception):
@@ -109,23 +114,11 @@ class Scene:
         return self._loaded.of(run)
 
 
-def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
-    """`_run_leg` in a child of this process, and of its group."""
-    pid, file = forked(partial(_run_leg, *leg))
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found: Rehearsed | Moved | None = left_in(file) if code == 0 else None
-    os.close(file)
-    problem = f"its process ended by {cause_of_death(code)}"
-    return found or Rehearsed(ending=Ending.DIED, problem=problem)
-
-
 def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:
     """Rehearse up to the next move, or the end; add to what the legs before have noted."""
     trial = RehearsedTrial(scene, notes, content)
     try:
         trial.begin()
-    except Left:
-        notes.ending = Ending.LEFT
     except (Yielded, TrialPruned):
         pass
     except UnfitError as error:
@@ -190,7 +183,7 @@ class RehearsedTrial(FleetTrial):
         self._notes.num_passes += 1
         has_no_loop = not self._notes.num_epochs and self._notes.num_passes > _MOST_PASSES
         if has_no_loop or not self.prepared:
-            self._session.unwind(Left)
+            self._session.unwind(Yielded)
 
     # -- what the objective asks for --------------------------------------------------------------
 
@@ -233,7 +226,7 @@ class RehearsedTrial(FleetTrial):
         self._num_looped = len(self.prepared)
         for epoch in epochs:
             if not self.prepared:
-                self._session.unwind(Left)
+                self._session.unwind(Yielded)
             self._begin_epoch(loop, epoch, trained)
             self._noise.is_on = True
             yield numbers[epoch]
@@ -242,7 +235,7 @@ class RehearsedTrial(FleetTrial):
             totals = {name: self.totals[name] for name in sorted(self.totals.own)}
             self._recorder.end_epoch(self.prepared, self.state, totals)
         if loop >= _MOST_LOOPS or is_last_loop():
-            self._session.unwind(Left)
+            self._session.unwind(Yielded)
 
     def _begin_epoch(self, loop: int, epoch: int, trained: Sequence[Any]) -> None:
         """A mini-epoch begins, or goes on."""
@@ -252,10 +245,6 @@ class RehearsedTrial(FleetTrial):
             self._notes.moved_within = (loop, epoch)
             stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
             self._session.stop_line.stop_at(stop)
-
-
-class Left(Yielded):
-    """Unwinds an objective whose beginning was seen."""
 
 
 def _few(num: int) -> list[int]:

@@ -10,7 +10,6 @@ import optuna
 import pytest
 
 from optuna_fleet import FleetConfigError, FleetExecutor
-from tests.preflight.cases_wrong import WRONG
 from tests.preflight.table import BATCH, mean_of_classes, pipeline, prepared, scorer, step
 
 
@@ -42,14 +41,6 @@ def test_nothing_is_left_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert study.trials == []
     assert list(tmp_path.iterdir()) == []
     assert "heard" not in capfd.readouterr().err
-
-
-def test_a_report_is_shown_in_notebooks() -> None:
-    fleet = FleetExecutor(pipeline(), devices=1)
-    report: Any = fleet.preflight(optuna.create_study(), WRONG["best_in_a_variable"].objective)
-    assert (
-        "<b>Pre-flight check: the same on several devices, but not moved" in report._repr_html_()
-    )
 
 
 def test_what_is_no_objective_is_refused() -> None:
