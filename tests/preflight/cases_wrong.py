@@ -169,35 +169,24 @@ def schedules_on_the_first_rank_only(trial: Any) -> None:
 # -- kept from batch to batch by each rank for itself ---------------------------------------------
 
 
-class Keeps(nn.Module):
-    """Two layers with a buffer between them, which follows the data."""
+class Queue(nn.Module):
+    """Two layers, with a buffer between them that follows the data: as in MoCo."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.encoder, self.scorer = nn.Linear(6, 6), nn.Linear(6, 3)
-        start = F.normalize(torch.randn(shape), dim=-1) if shape else torch.ones(())
-        self.register_buffer("kept", start)
+        self.register_buffer("last", F.normalize(torch.randn(16, 6), dim=-1))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.encoder(x)
-        return self.scorer(self.use(hidden))
-
-    def use(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Queue(Keeps):
-    """As in MoCo."""
-
-    def use(self, hidden: Tensor) -> Tensor:
-        last = self.kept.clone()
+        keys, last = F.normalize(hidden, dim=1), self.last.clone()
         with torch.no_grad():
-            self.kept.copy_(torch.cat([F.normalize(hidden, dim=1), last])[: len(last)])
-        return hidden + F.normalize(hidden, dim=1) @ last.T @ last
+            self.last.copy_(torch.cat([keys, last])[: len(last)])
+        return self.scorer(hidden + keys @ last.T @ last)
 
 
-_queue = trains(mean_of_classes, functools.partial(Queue, 16, 6))
-WRONG.add("buffer: Queue", _queue, ONE, "kept from batch to batch")  # it is used before it changes
+# It is used before it changes.
+WRONG.add("buffer: Queue", trains(mean_of_classes, Queue), ONE, "kept from batch to batch")
 
 
 @WRONG.case(ONE, "log_vars")
