@@ -244,7 +244,6 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `state_dict`."""
         self.is_restored = True
         fit_loop = self._trainer.fit_loop
         fit_loop.load_state_dict(state["loops"])
@@ -286,14 +285,21 @@ class _Follower(Callback):
         self._num_epochs = 0
         self._epochs: Iterator[int] = iter(())
         self._logged = _Logged(trial)
-        self._stand_ins = _StandIns(trial)
+        self._metrics: list[tuple[Any, dict[str, Any], int]] = []  # before a stand-in's step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the trial's epochs."""
         assert trainer.max_epochs is not None  # see `FleetStrategy.setup`
         self._num_epochs = trainer.max_epochs  # with those that callbacks have added
         self._epochs = self._trial.epochs(self._num_epochs)
-        self._stand_ins.begin(pl_module)
+        log = pl_module.log
+
+        def log_samples(*args: Any, **options: Any) -> None:
+            if self._trial.shard_size == 0:  # it must not count
+                options["batch_size"] = 0
+            log(*args, **options)
+
+        pl_module.log = log_samples  # type: ignore[method-assign]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the trial's next epoch; it leaves from here if it has to move."""
@@ -314,39 +320,39 @@ class _Follower(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note whether this rank has a stand-in."""
-        self._stand_ins.begin_batch(pl_module)
+        """Note what metrics hold before the step of a stand-in, which must not count."""
+        if self._trial.shard_size == 0:
+            metrics: Any = [m for m in pl_module.modules() if isinstance(m, Metric)]
+            self._metrics = [(m, m._copy_state_dict(), m._update_count) for m in metrics]
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Forget what was of a stand-in."""
-        self._stand_ins.end_batch()
-        self._logged.end_batch()
+        """Have metrics hold that again."""
+        for metric, state, count in self._metrics:
+            vars(metric).update(state, _update_count=count, _computed=None)
+        self._metrics = []
+        self._logged.last_size = self._trial.shard_size
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `_Logged.check_data`."""
         self._logged.check_data(trainer)
 
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `_Logged.merge`."""
         self._logged.merge(trainer)
 
     on_test_epoch_end = on_validation_epoch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `_Logged.merge`."""
         self._logged.merge(trainer)
         self._logged.merge_steps(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `_Logged.check_monitored`: those that monitor come next."""
         self._logged.check_monitored(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the trial's epochs."""
         self._logged.check_monitored(trainer)
-        self._stand_ins.end(pl_module)
+        del pl_module.log
         if trainer.current_epoch == self._num_epochs:
             next(self._epochs, None)  # the last one is over
 
@@ -361,11 +367,7 @@ class _Logged:
 
     def __init__(self, trial: FleetTrial) -> None:
         self._trial = trial
-        self._last_size = 0  # of this rank's part of the last batch that was trained on
-
-    def end_batch(self) -> None:
-        """A batch was trained on."""
-        self._last_size = self._trial.shard_size
+        self.last_size = 0  # of this rank's part of the last batch that was trained on
 
     def check_data(self, trainer: Any) -> None:
         """A rank that has no sample at all logs nothing: others would wait for its metrics."""
@@ -384,7 +386,7 @@ class _Logged:
         names = {meta.forked_name(True) for meta in metas if meta.on_step} & known.keys()
         steps = {name: known[name] for name in sorted(names)}
         if group_size() > 1 and steps:
-            known.update(self._trial.mean(steps, weight=self._last_size))
+            known.update(self._trial.mean(steps, weight=self.last_size))
 
     def merge(self, trainer: Trainer) -> None:
         """Put the values of all ranks together, so that each has those of the whole trial."""
@@ -456,44 +458,3 @@ def _contents(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum, and of how many samples, of what was logged; or its maximum, say."""
     size = getattr(result, "cumulated_batch_size", torch.zeros(()))
     return result.value.detach().cpu(), size.cpu()
-
-
-class _StandIns:
-    """Samples that keep a rank in step where a batch has none for it, and must not count."""
-
-    def __init__(self, trial: FleetTrial) -> None:
-        self._trial = trial
-        self._metrics: list[tuple[Any, dict[str, Any], int]] = []
-
-    def begin(self, module: LightningModule) -> None:
-        """Training begins."""
-        module.log = _Log(self._trial, module)  # type: ignore[method-assign]
-
-    def end(self, module: LightningModule) -> None:
-        """Training is over."""
-        del module.log
-
-    def begin_batch(self, module: LightningModule) -> None:
-        """Note what metrics hold before a step that must not count."""
-        if self._trial.shard_size == 0:
-            metrics: Any = [m for m in module.modules() if isinstance(m, Metric)]
-            self._metrics = [(m, m._copy_state_dict(), m._update_count) for m in metrics]
-
-    def end_batch(self) -> None:
-        """Have metrics hold that again."""
-        for metric, state, count in self._metrics:
-            vars(metric).update(state, _update_count=count, _computed=None)
-        self._metrics = []
-
-
-class _Log:
-    """``LightningModule.log``, with a weight of 0 for `_StandIns`."""
-
-    def __init__(self, trial: FleetTrial, module: LightningModule) -> None:
-        self._trial = trial
-        self._log = module.log
-
-    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if self._trial.shard_size == 0:
-            options["batch_size"] = 0
-        self._log(name, value, *args, **options)

@@ -31,7 +31,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
 import torch
@@ -569,8 +569,7 @@ class Part:
         return num_items_in_step * self.share if self.share > 0 else torch.ones_like(self.share)
 
 
-@dataclasses.dataclass(slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What `Trainer.prediction_step` has given for one batch, or a rank's share of it.
 
     Attributes:
@@ -671,7 +670,7 @@ class Evaluation:
             for _, outcome in self._own():
                 yield outcome
             return
-        everyone = gather({str(step): _plain(outcome) for step, outcome in self._own()})
+        everyone = gather({str(step): tuple(outcome) for step, outcome in self._own()})
         for step in map(str, range(len(self))):
             yield Outcome.merged([Outcome(*one[step]) for one in everyone if step in one])
 
@@ -696,10 +695,6 @@ class Evaluation:
 
 def _on_cpu(data: Any) -> Any:
     return map_tensors(data, lambda tensor: tensor.detach().cpu())
-
-
-def _plain(outcome: Outcome) -> tuple[Any, ...]:
-    return outcome.loss, outcome.weight, outcome.num_rows, outcome.kept
 
 
 # -- TrainingArguments ----------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def rehearse(order: Order) -> Rehearsed:
     """
     notes, content = Rehearsed(), None
     try:
-        scene = Scene(order)
+        scene = _Scene(order)
     except Exception as error:
         return Rehearsed(ending=Ending.UNFIT, problem=f"{error}", traceback=format_exc())
     while True:
@@ -74,7 +74,7 @@ class UnfitError(Exception):
     """It can't be checked: says why."""
 
 
-class Scene:
+class _Scene:
     """What is the same for all legs: loaded, and not used."""
 
     def __init__(self, order: Order) -> None:
@@ -114,9 +114,9 @@ class Scene:
         return self._loaded.of(run)
 
 
-def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:
+def _run_leg(scene: _Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:
     """Rehearse up to the next move, or the end; add to what the legs before have noted."""
-    trial = RehearsedTrial(scene, notes, content)
+    trial = _Trial(scene, notes, content)
     try:
         trial.begin()
     except (Yielded, TrialPruned):
@@ -131,10 +131,10 @@ def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehear
     return (notes, held.content) if held else notes
 
 
-class RehearsedTrial(FleetTrial):
+class _Trial(FleetTrial):
     """Cuts the loops over epochs short, and has all that matters noted."""
 
-    def __init__(self, scene: Scene, notes: Rehearsed, content: Captured | None) -> None:
+    def __init__(self, scene: _Scene, notes: Rehearsed, content: Captured | None) -> None:
         run = scene.run(notes.num_moves, notes.num_moves - 1 if content else None)
         session = _Session(run, scene.order, notes)
         held = Held(content, Saver(session)) if content else None
@@ -189,7 +189,6 @@ class RehearsedTrial(FleetTrial):
 
     @property
     def is_preflight(self) -> bool:
-        """See `FleetTrial`."""
         return True
 
     def prepare(self, *objects: Any, **named: Any) -> Any:
@@ -201,7 +200,6 @@ class RehearsedTrial(FleetTrial):
         return super().prepare(*objects, **named)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """See `FleetTrial`."""
         raise UnfitError("trial.pipeline() trains in stages, which are not rehearsed")
 
     def report(self, value: float, step: int) -> None:
@@ -210,12 +208,10 @@ class RehearsedTrial(FleetTrial):
         self._recorder.reported(value, step)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """See `FleetTrial`."""
         numbers = _few(num_epochs)
         return self._rehearsed(super().epochs(len(numbers)), numbers)
 
     def steps(self, num_steps: int, *, every: int) -> Iterator[int]:
-        """See `FleetTrial`."""
         numbers, few = _few(-(-num_steps // every)), min(every, _PER_PERIOD)
         return self._rehearsed(super().steps(few * len(numbers), every=few), numbers)
 
@@ -279,7 +275,6 @@ class _Session(Session):
         self._trial = study.ask()
 
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """See `Session`."""
         self.check()
         if target != "trial":
             self._unknown(target, name)
@@ -307,20 +302,17 @@ class _Session(Session):
         return value
 
     def read(self, target: str, name: str) -> Any:
-        """See `Session`."""
         if target == "study" and name in self._order.study:
             return self._order.study[name]
         return getattr(self._trial, name) if target == "trial" else self._unknown(target, name)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
-        """See `Session`."""
         self.call(target, name, *args, **kwargs)
 
     def _unknown(self, target: str, name: str) -> NoReturn:
         raise UnfitError(f"the objective asks the {target} for `{name}`, which has no answer here")
 
     def ask(self, kind: type[RankCall], **fields: Any) -> Any:
-        """See `Session`."""
         self.check()
         if kind is EndEpoch:
             decision = EpochDecision.YIELD if self._order.moves else EpochDecision.GO
@@ -328,7 +320,6 @@ class _Session(Session):
         return False if kind in (ShouldPrune, Report) else self._unknown("driver", kind.__name__)
 
     def send(self, message: Any) -> None:
-        """See `Session`."""
         match message:
             case MoveRefused():
                 self._notes.refused = self._notes.refused or "it refuses to be moved"
