@@ -47,11 +47,3 @@ def test_what_is_no_objective_is_refused() -> None:
     objective: Any = 1
     with pytest.raises(FleetConfigError, match="must be callable"):
         FleetExecutor(devices=1).preflight(optuna.create_study(), objective)
-
-
-def test_a_parameter_that_was_not_given_is_told() -> None:
-    fleet = FleetExecutor(pipeline(), devices=1)
-    study = optuna.create_study()
-    study.set_user_attr("folder", "/nowhere")
-    report = fleet.preflight(study, marks, {"depth": 1})
-    assert "no value was given for the parameter 'lr'" in str(report)
