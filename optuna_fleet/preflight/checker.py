@@ -96,12 +96,14 @@ class Checker(contextlib.ExitStack):
 
     def _connected(self) -> Connection:
         ours, theirs = socket.socketpair()
+        # Each rehearsal would import Lightning, say, anew, which takes seconds.
+        others = [name for name in sys.modules if name.startswith("optuna_fleet.integrations.")]
         self._connection = self.enter_context(Connection(ours.detach()))
         self.callback(setattr, self, "_connection", None)
         with theirs:
             process = ModuleProcess(
                 "optuna_fleet.preflight.checker",
-                (theirs.fileno(), tuple(sys.path), modules_to_preload()),
+                (theirs.fileno(), tuple(sys.path), (*modules_to_preload(), *others)),
                 environment={},
                 pass_fds=[theirs.fileno()],
             )

@@ -195,6 +195,7 @@ def usual(trial: Any) -> float:
         Usual(trial.suggest_float("lr", 1e-4, 1e-2, log=True)),
         trial.batches("val", BATCH_SIZE),
         max_epochs=10,
+        accumulate_grad_batches=ACCUMULATED,
         gradient_clip_val=1.0,
         callbacks=[
             PyTorchLightningPruningCallback(trial, monitor="val_right"),
@@ -205,7 +206,7 @@ def usual(trial: Any) -> float:
 
 
 def test_the_check_clears_it() -> None:
-    are_cleared(data(), by_lightning, usual)
+    are_cleared(data(), usual)
 
 
 def test_a_pruned_trial_frees_its_devices(three: Any) -> None:
