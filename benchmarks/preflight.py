@@ -24,20 +24,19 @@ def main() -> None:
     parser.add_argument("--only", default="")
     given = parser.parse_args()
     for table in (WRONG, GOOD):
-        names, others, began = (
-            [name for name in table if given.only in name],
-            0,
-            time.perf_counter(),
-        )
+        names = [name for name in table if given.only in name]
+        num_others, began = 0, time.perf_counter()
         with Checker() as checker:
             for name in names:
                 case = table[name]
                 verdict = checker.check(case.objective, pipeline(), case.params)
                 if verdict.outcome is not case.outcome:
-                    others += 1
+                    num_others += 1
                     print(f"{name}: {case.outcome.value} is right, but: {verdict}")
         each_s = (time.perf_counter() - began) / max(len(names), 1)
-        print(f"{len(names)} objectives, {others} otherwise than is right; {each_s:.1f} s each")
+        print(
+            f"{len(names)} objectives, {num_others} otherwise than is right; {each_s:.1f} s each"
+        )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ search runs on the two pictures that come with scikit-learn, about two minutes o
 from __future__ import annotations
 
 import argparse
-import getpass
 import os
 import random
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -39,7 +37,6 @@ Photographs = list[tuple[str, int]]
 
 HELD_OUT = 0.2
 BATCH_SIZES = [16, 32]
-MAGIC = (b"\xff\xd8\xff", b"\x89PN")  # how JPEG and PNG files begin
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 TILE_PX = 48
 
@@ -122,12 +119,9 @@ def make_pipeline(
 
 def decode(path: str) -> torch.Tensor:
     """Return the photograph as bytes of 3 x height x width, whatever its file holds."""
-    try:
-        with Image.open(path) as image:
-            # Not torchvision.io, whose decoders are deprecated since torchvision 0.29.
-            return v2.functional.pil_to_tensor(image.convert("RGB"))
-    except OSError as error:
-        raise RuntimeError(f"{path} can't be decoded, remove it: {error}") from error
+    with Image.open(path) as image:
+        # Not torchvision.io, whose decoders are deprecated since torchvision 0.29.
+        return v2.functional.pil_to_tensor(image.convert("RGB"))
 
 
 def _random_crop(size: int) -> list[nn.Module]:
@@ -140,44 +134,18 @@ def _centre_crop(size: int) -> list[nn.Module]:
 
 def find_photographs(folder: Path, max_classes: int | None = None) -> dict[str, list[str]]:
     """Return the paths of the JPEG and PNG files of each class, in the order of their names."""
-    if not folder.is_dir():
-        raise SystemExit(f"{folder} is not a folder.")
     classes: dict[str, list[str]] = {}
     for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
-        paths = [str(path) for path in sorted(subfolder.iterdir()) if _is_photograph(path)]
-        if paths:
+        files = sorted(subfolder.iterdir())
+        paths = [str(file) for file in files if file.suffix.lower() in (".jpg", ".jpeg", ".png")]
+        if len(paths) > 1:  # one to train on, and one to hold out
             classes[subfolder.name] = paths
-        if len(classes) == max_classes:
-            break
-    _check_classes(folder, classes)
-    return classes
-
-
-def _is_photograph(path: Path) -> bool:
-    if path.suffix.lower() not in (".jpg", ".jpeg", ".png") or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        if file.read(3) in MAGIC:
-            return True
-    print(f"{path} is left out: it is neither a JPEG nor a PNG file.")
-    return False
-
-
-def _check_classes(folder: Path, classes: dict[str, list[str]]) -> None:
-    layout = "It must hold a folder of photographs per class, as 001.ak47/001_0001.jpg."
-    if not classes:
-        raise SystemExit(f"{folder} has no JPEG or PNG photographs in its folders. {layout}")
-    if len(classes) == 1:
+    if len(classes) < 2:
         raise SystemExit(
-            f"{folder} has photographs of one class only, {next(iter(classes))}, "
-            f"and there is nothing to tell it from. {layout}"
+            f"{folder} must have a folder of photographs for each of several classes, "
+            "as 001.ak47/001_0001.jpg."
         )
-    for name, paths in classes.items():
-        if len(paths) == 1:
-            raise SystemExit(
-                f"Class {name} of {folder} has one photograph, "
-                "but needs one to train on and one to hold out."
-            )
+    return dict(list(classes.items())[:max_classes])
 
 
 def split(classes: dict[str, list[str]]) -> tuple[Photographs, Photographs]:
@@ -197,31 +165,10 @@ def split(classes: dict[str, list[str]]) -> tuple[Photographs, Photographs]:
 
 def make_photographs(folder: Path) -> Path:
     """Fill `folder` with tiles, which do not overlap, of the pictures that scikit-learn has."""
-    tiles = list(_tiles())
-    if all((folder / name).is_file() for name, _ in tiles):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        for name, tile in tiles:
-            (unfinished / name).parent.mkdir(exist_ok=True)
-            tile.save(unfinished / name, quality=95)
-        _put_in_place(unfinished, folder, [name for name, _ in tiles])
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    for name, tile in _tiles():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        tile.save(folder / name, quality=95)
     return folder
-
-
-def _put_in_place(unfinished: Path, folder: Path, names: Iterable[str]) -> None:
-    try:
-        unfinished.rename(folder)
-    except OSError as error:
-        # Another process may have made the same folder in the meantime.
-        if not all((folder / name).is_file() for name in names):
-            raise SystemExit(
-                f"The photographs can't be put into {folder} ({error.strerror}): "
-                "remove it, or choose another with --make-folder."
-            ) from error
 
 
 def _tiles() -> Iterator[tuple[str, Image.Image]]:
@@ -238,10 +185,6 @@ def _tiles() -> Iterator[tuple[str, Image.Image]]:
         for index, (top, left) in enumerate(corners, 1):
             tile = Image.fromarray(pixels[top : top + TILE_PX, left : left + TILE_PX])
             yield f"{number:03}.{Path(path).stem}/{number:03}_{index:04}.jpg", tile
-
-
-def _default_make_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"optuna-fleet-photographs-{getpass.getuser()}"
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -329,12 +272,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
     parser.add_argument("--picture", default="nas.html", help="where to draw the timeline")
-    parser.add_argument(
-        "--make-folder",
-        type=Path,
-        default=_default_make_folder(),
-        help="where to keep the tiles that are used without FOLDER; default: %(default)s",
-    )
     arguments = parser.parse_args(argv)
     arguments.space = SPACES[arguments.space or ("large" if arguments.folder else "small")]
     arguments.trials = arguments.trials or arguments.space.num_trials
@@ -374,10 +311,12 @@ def search(
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    folder = arguments.folder or make_photographs(arguments.make_folder)
-    classes = find_photographs(folder, arguments.classes)
-    print(f"{sum(map(len, classes.values()))} photographs of {len(classes)} classes in {folder}.")
-    study, fleet = search(classes, arguments)
+    with tempfile.TemporaryDirectory() as made:
+        folder = arguments.folder or make_photographs(Path(made))
+        classes = find_photographs(folder, arguments.classes)
+        num_photographs = sum(map(len, classes.values()))
+        print(f"{num_photographs} photographs of {len(classes)} classes in {folder}.")
+        study, fleet = search(classes, arguments)
     best = study.best_trial
     print(f"Best trial: {best.number}, accuracy {best.value:.4f} with {best.params}")
     if fleet.summary is not None:

@@ -243,7 +243,7 @@ class FleetExecutor:
             LaunchError: Processes can't be started.
         """
         from optuna_fleet.preflight.checker import Checker
-        from optuna_fleet.preflight.notes import facts_of
+        from optuna_fleet.preflight.rehearsals import facts_of
 
         check_is_one_process(os.environ)
         check_call(func)

@@ -9,22 +9,22 @@ import math
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from optuna_fleet.preflight.notes import (
+from optuna_fleet.preflight.rehearsals import (
     Ending,
     Order,
     Record,
     Rehearsed,
     Sketch,
     Value,
+    rehearsed,
 )
-from optuna_fleet.preflight.rehearsals import rehearsed
 from optuna_fleet.preflight.verdict import BEGIN, END, Differences, Key, Outcome, Verdict
 
 _MORE_BATCHES = (2, 8, 32)  # where an optimizer takes its first step after some
@@ -54,31 +54,29 @@ class Check:
     order: Order
     first_limit_s: float
     least_s: float = 60.0
-    _began: float = field(default_factory=time.monotonic)
     _last_s: float = 0.0  # that the last rehearsals took, side by side
-    _cpu_s: float = 0.0
 
     def verdict(self) -> Verdict:
         """Rehearse, and compare."""
-        found, asked = self._found()
-        wall_s = time.monotonic() - self._began
-        return replace(found, params=self.order.params or asked, wall_s=wall_s, cpu_s=self._cpu_s)
-
-    def _found(self) -> tuple[Verdict, Mapping[str, Any]]:
+        began = time.monotonic()
         alone = self._alone()
-        asked = alone.params
+        found = self._found(alone)
+        params, wall_s = self.order.params or alone.params, time.monotonic() - began
+        return replace(found, params=params, wall_s=wall_s)
+
+    def _found(self, alone: Rehearsed) -> Verdict:
         if alone.ending is Ending.PLAIN:
-            return Verdict(outcome=Outcome.PLAIN), asked
+            return Verdict(outcome=Outcome.PLAIN)
         if not alone.is_whole:
             what = "" if alone.ending is Ending.UNFIT else "on one device "
-            return _not_checked(f"{what}{alone.problem}", alone.traceback), asked
+            return _not_checked(f"{what}{alone.problem}", alone.traceback)
         if not alone.num_steps and not alone.num_epochs:
-            return _not_checked("it does not train"), asked
+            return _not_checked("it does not train")
         limit_s = _PATIENCE * self._last_s + self.least_s
         width = 3 if all(size % 2 == 0 for size in alone.sizes) else 2
         several = [replace(self.order, rank=rank, world_size=width) for rank in range(width)]
         (moved,), ranks = self._ran([[replace(self.order, moves=True)], several], limit_s)
-        return self._judged(alone, moved, ranks, limit_s), asked
+        return self._judged(alone, moved, ranks, limit_s)
 
     def _alone(self) -> Rehearsed:
         """Rehearse A: in float64 if that can be, and with so many batches that it takes steps."""
@@ -129,9 +127,9 @@ class Check:
         )
 
     def _ran(self, groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Rehearsed]]:
+        began = time.monotonic()
         ran = rehearsed(groups, limit_s)
-        self._cpu_s += sum(one.cpu_s for group in ran for one in group)
-        self._last_s = max(one.wall_s for group in ran for one in group)
+        self._last_s = time.monotonic() - began
         return ran
 
 
@@ -157,8 +155,7 @@ def _without_places(key: Key) -> tuple[str, str]:
 def _problem(failed: Sequence[Rehearsed]) -> str:
     if not failed:
         return ""
-    causes = (Ending.RAISED, Ending.UNFIT, Ending.DIED, Ending.CUT_OFF, Ending.LATE)
-    first = min(failed, key=lambda one: causes.index(one.ending))
+    first = min(failed, key=lambda one: [*Ending].index(one.ending))
     return f"it fails: {first.problem}"
 
 

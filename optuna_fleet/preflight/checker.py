@@ -9,7 +9,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,8 +20,7 @@ from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.check import Check
-from optuna_fleet.preflight.notes import Order
-from optuna_fleet.preflight.rehearsals import prepare_process
+from optuna_fleet.preflight.rehearsals import Order, prepare_process
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count
@@ -33,7 +32,7 @@ from optuna_fleet.wire.unpicklable import explained
 _NO_STUDY = {"directions": (StudyDirection.MINIMIZE,), "direction": StudyDirection.MINIMIZE}
 
 
-class Checker(AbstractContextManager["Checker"]):
+class Checker(contextlib.ExitStack):
     """Checks objectives in throw-away processes, which are forked from one that it keeps.
 
     Args:
@@ -42,18 +41,10 @@ class Checker(AbstractContextManager["Checker"]):
     """
 
     def __init__(self, *, first_limit_s: float = 600.0, least_s: float = 60.0) -> None:
+        super().__init__()
         self._limits_s = first_limit_s, least_s
-        self._at_end = contextlib.ExitStack()
         self._connection: Connection | None = None
         self._payloads = weakref.WeakKeyDictionary[SharedPipeline, Payload]()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End its processes."""
-        self._connection = None
-        self._at_end.close()
 
     def check(
         self,
@@ -105,15 +96,18 @@ class Checker(AbstractContextManager["Checker"]):
 
     def _connected(self) -> Connection:
         ours, theirs = socket.socketpair()
-        self._connection = self._at_end.enter_context(Connection(ours.detach()))
+        # Each rehearsal would import Lightning, say, anew, which takes seconds.
+        others = [name for name in sys.modules if name.startswith("optuna_fleet.integrations.")]
+        self._connection = self.enter_context(Connection(ours.detach()))
+        self.callback(setattr, self, "_connection", None)
         with theirs:
             process = ModuleProcess(
                 "optuna_fleet.preflight.checker",
-                (theirs.fileno(), tuple(sys.path), modules_to_preload()),
+                (theirs.fileno(), tuple(sys.path), (*modules_to_preload(), *others)),
                 environment={},
                 pass_fds=[theirs.fileno()],
             )
-        self._at_end.callback(process.kill)
+        self.callback(process.kill)
         return self._connection
 
 

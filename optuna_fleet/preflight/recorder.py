@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from optuna_fleet.preflight.notes import Rehearsed, Sketch, Value
+from optuna_fleet.preflight.rehearsals import Rehearsed, Sketch, Value
 from optuna_fleet.preflight.verdict import BEGIN, END, Key
 from optuna_fleet.trainer.heartbeat import PACKAGE, is_users
 

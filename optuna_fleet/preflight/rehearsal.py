@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,12 +17,16 @@ from torch import nn
 from optuna_fleet.events import EpochDecision, MoveRefused
 from optuna_fleet.exceptions import is_for_want_of_peers
 from optuna_fleet.pipeline.reader.read_plan import ReadPlan
-from optuna_fleet.preflight.conditions import InDouble, QuietNoise
-from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
+from optuna_fleet.preflight.conditions import Data, InDouble, QuietNoise
 from optuna_fleet.preflight.recorder import Recorder, is_last_loop
-from optuna_fleet.preflight.rehearsals import ENVIRONMENT, forked, left_in
-from optuna_fleet.preflight.subset import Data
-from optuna_fleet.processes import cause_of_death
+from optuna_fleet.preflight.rehearsals import (
+    ENVIRONMENT,
+    Ending,
+    Order,
+    Rehearsed,
+    forked,
+    left_by,
+)
 from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.groups import join_group_of, wait_until_left
 from optuna_fleet.trainer.leaving import Held
@@ -55,21 +58,23 @@ def rehearse(order: Order) -> Rehearsed:
     """
     notes, content = Rehearsed(), None
     try:
-        scene = Scene(order)
+        scene = _Scene(order)
     except Exception as error:
         return Rehearsed(ending=Ending.UNFIT, problem=f"{error}", traceback=format_exc())
-    run = _run_in_a_child if order.moves else _run_leg
-    while isinstance(found := run(scene, notes, content), tuple):
+    while True:
+        leg = partial(_run_leg, scene, notes, content)
+        found = left_by(*forked(leg)) if order.moves else leg()
+        if not isinstance(found, tuple):
+            return found
         notes, content = found
         notes.num_moves += 1
-    return found
 
 
 class UnfitError(Exception):
     """It can't be checked: says why."""
 
 
-class Scene:
+class _Scene:
     """What is the same for all legs: loaded, and not used."""
 
     def __init__(self, order: Order) -> None:
@@ -108,23 +113,11 @@ class Scene:
         return self._loaded.of(run)
 
 
-def _run_in_a_child(*leg: Any) -> Rehearsed | Moved:
-    """`_run_leg` in a child of this process, and of its group."""
-    pid, file = forked(partial(_run_leg, *leg))
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found: Rehearsed | Moved | None = left_in(file) if code == 0 else None
-    os.close(file)
-    problem = f"its process ended by {cause_of_death(code)}"
-    return found or Rehearsed(ending=Ending.DIED, problem=problem)
-
-
-def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:
+def _run_leg(scene: _Scene, notes: Rehearsed, content: Captured | None) -> Rehearsed | Moved:
     """Rehearse up to the next move, or the end; add to what the legs before have noted."""
-    trial = RehearsedTrial(scene, notes, content)
+    trial = _Trial(scene, notes, content)
     try:
         trial.begin()
-    except Left:
-        notes.ending = Ending.LEFT
     except (Yielded, TrialPruned):
         pass
     except UnfitError as error:
@@ -137,10 +130,10 @@ def _run_leg(scene: Scene, notes: Rehearsed, content: Captured | None) -> Rehear
     return (notes, held.content) if held else notes
 
 
-class RehearsedTrial(FleetTrial):
+class _Trial(FleetTrial):
     """Cuts the loops over epochs short, and has all that matters noted."""
 
-    def __init__(self, scene: Scene, notes: Rehearsed, content: Captured | None) -> None:
+    def __init__(self, scene: _Scene, notes: Rehearsed, content: Captured | None) -> None:
         run = scene.run(notes.num_moves, notes.num_moves - 1 if content else None)
         session = _Session(run, scene.order, notes)
         held = Held(content, Saver(session)) if content else None
@@ -189,13 +182,12 @@ class RehearsedTrial(FleetTrial):
         self._notes.num_passes += 1
         has_no_loop = not self._notes.num_epochs and self._notes.num_passes > _MOST_PASSES
         if has_no_loop or not self.prepared:
-            self._session.unwind(Left)
+            self._session.unwind(Yielded)
 
     # -- what the objective asks for --------------------------------------------------------------
 
     @property
     def is_preflight(self) -> bool:
-        """See `FleetTrial`."""
         return True
 
     def prepare(self, *objects: Any, **named: Any) -> Any:
@@ -207,7 +199,6 @@ class RehearsedTrial(FleetTrial):
         return super().prepare(*objects, **named)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """See `FleetTrial`."""
         raise UnfitError("trial.pipeline() trains in stages, which are not rehearsed")
 
     def report(self, value: float, step: int) -> None:
@@ -216,12 +207,10 @@ class RehearsedTrial(FleetTrial):
         self._recorder.reported(value, step)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """See `FleetTrial`."""
         numbers = _few(num_epochs)
         return self._rehearsed(super().epochs(len(numbers)), numbers)
 
     def steps(self, num_steps: int, *, every: int) -> Iterator[int]:
-        """See `FleetTrial`."""
         numbers, few = _few(-(-num_steps // every)), min(every, _PER_PERIOD)
         return self._rehearsed(super().steps(few * len(numbers), every=few), numbers)
 
@@ -232,7 +221,7 @@ class RehearsedTrial(FleetTrial):
         self._num_looped = len(self.prepared)
         for epoch in epochs:
             if not self.prepared:
-                self._session.unwind(Left)
+                self._session.unwind(Yielded)
             self._begin_epoch(loop, epoch, trained)
             self._noise.is_on = True
             yield numbers[epoch]
@@ -241,7 +230,7 @@ class RehearsedTrial(FleetTrial):
             totals = {name: self.totals[name] for name in sorted(self.totals.own)}
             self._recorder.end_epoch(self.prepared, self.state, totals)
         if loop >= _MOST_LOOPS or is_last_loop():
-            self._session.unwind(Left)
+            self._session.unwind(Yielded)
 
     def _begin_epoch(self, loop: int, epoch: int, trained: Sequence[Any]) -> None:
         """A mini-epoch begins, or goes on."""
@@ -251,10 +240,6 @@ class RehearsedTrial(FleetTrial):
             self._notes.moved_within = (loop, epoch)
             stop = StopAt(run_id=self._session.run.run_id, place=(loop, epoch, 1), stays=True)
             self._session.stop_line.stop_at(stop)
-
-
-class Left(Yielded):
-    """Unwinds an objective whose beginning was seen."""
 
 
 def _few(num: int) -> list[int]:
@@ -289,7 +274,6 @@ class _Session(Session):
         self._trial = study.ask()
 
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """See `Session`."""
         self.check()
         if target != "trial":
             self._unknown(target, name)
@@ -317,20 +301,17 @@ class _Session(Session):
         return value
 
     def read(self, target: str, name: str) -> Any:
-        """See `Session`."""
         if target == "study" and name in self._order.study:
             return self._order.study[name]
         return getattr(self._trial, name) if target == "trial" else self._unknown(target, name)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
-        """See `Session`."""
         self.call(target, name, *args, **kwargs)
 
     def _unknown(self, target: str, name: str) -> NoReturn:
         raise UnfitError(f"the objective asks the {target} for `{name}`, which has no answer here")
 
     def ask(self, kind: type[RankCall], **fields: Any) -> Any:
-        """See `Session`."""
         self.check()
         if kind is EndEpoch:
             decision = EpochDecision.YIELD if self._order.moves else EpochDecision.GO
@@ -338,7 +319,6 @@ class _Session(Session):
         return False if kind in (ShouldPrune, Report) else self._unknown("driver", kind.__name__)
 
     def send(self, message: Any) -> None:
-        """See `Session`."""
         match message:
             case MoveRefused():
                 self._notes.refused = self._notes.refused or "it refuses to be moved"

@@ -1,6 +1,7 @@
-"""Forks a process for each rank of each rehearsal, and waits for what they have noted.
+"""What a rehearsal is told and what it notes; each rank is a forked process, which is waited for.
 
-Of a process that has imported what they need, never uses torch itself, and is single-threaded.
+It is forked from one that has imported what it needs, never uses torch itself, and is
+single-threaded. Nothing here needs torch: orders are made in the driver.
 """
 
 from __future__ import annotations
@@ -15,16 +16,22 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from optuna.study import Study, StudyDirection
 
 from optuna_fleet.accelerator import ACCELERATORS
-from optuna_fleet.preflight.notes import Ending, Order, Rehearsed
+from optuna_fleet.pipeline.preprocessor.payload import Payload
+from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.preflight.verdict import Key
 from optuna_fleet.processes import cause_of_death, die_with
 from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 
-_TICK_S = 1.0
 _GRACE_S = 5.0  # for ranks whose peer has failed
 _NICENESS = 5  # trials go first
 ENVIRONMENT = {
@@ -47,6 +54,131 @@ ENVIRONMENT = {
 """What rehearsals find in their environment, whatever the script has there."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Rehearse an objective as one rank.
+
+    Attributes:
+        objective_at: Where it is.
+        objective_id: Which it is there.
+        params: What is suggested; None for what is drawn.
+        study: See `facts_of`.
+        is_double: All in float64.
+        moves: It is moved at each mini-epoch's end, and in the midst of movable passes.
+        is_nudged: Parameters are changed as little as rounding does.
+        num_batches: So many, and a part of one, in each pass over training data.
+        store: Where several ranks find each other.
+    """
+
+    objective_at: str
+    objective_id: int
+    params: Mapping[str, Any] | None
+    study: Mapping[str, Any]
+    seed: int
+    spec: PipelineSpec | None = None
+    payload: Payload | None = None
+    num_threads: int = 1
+    is_double: bool = True
+    moves: bool = False
+    is_nudged: bool = False
+    num_batches: int = 2
+    rank: int = 0
+    world_size: int = 1
+    store: StoreReady | None = None
+
+    @property
+    def maximize(self) -> bool | None:
+        """As of `RunTrial`."""
+        directions = self.study["directions"]
+        return directions[0] is StudyDirection.MAXIMIZE if len(directions) == 1 else None
+
+
+def facts_of(study: Study) -> dict[str, Any]:
+    """What an objective may ask its study for."""
+    names = "study_name", "user_attrs", "directions"
+    return {name: getattr(study, name) for name in names} | {"direction": study.directions[0]}
+
+
+# -- what is noted --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Numbers, small enough to be kept, and equal if all of them are.
+
+    Attributes:
+        digest: Of all.
+        shape: Of the tensor.
+        numbers: The same; of many, sums of parts of them with random signs.
+        largest: The largest number's absolute value.
+    """
+
+    digest: bytes
+    shape: tuple[int, ...] = field(compare=False)
+    numbers: npt.NDArray[np.float64] = field(compare=False)
+    largest: float = field(compare=False)
+
+
+Value: TypeAlias = Sketch | str | None
+Record: TypeAlias = dict[Key, Value]
+
+
+class Ending(Enum):
+    """How a rehearsal ended; of ranks that did not come to their end the first has the cause."""
+
+    WHOLE = "whole"  # it returned, or was left at the end of the last loop
+    PLAIN = "plain"  # it prepares nothing
+    RAISED = "raised"
+    UNFIT = "unfit"  # it can't be checked
+    DIED = "died"
+    CUT_OFF = "cut off"  # its peers have ended
+    LATE = "late"
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsed:
+    """What a rank has noted, and how far it is; goes on over moves.
+
+    Attributes:
+        problem: Why it ended so, in a sentence.
+        params: What was suggested; of choices that are objects the position.
+        num_steps: Of optimizers.
+        num_epochs: Mini-epochs begun.
+        num_passes: Over batches.
+        sizes: Those of the batches that were read.
+        refused: Why it could not be moved.
+        is_rough: Numbers of less precision than float32 were computed.
+        place: Loop and mini-epoch.
+        step: The optimizers', in that.
+        moved_within: The mini-epoch in whose midst it was last to be moved.
+    """
+
+    ending: Ending = Ending.WHOLE
+    problem: str = ""
+    traceback: str = ""
+    record: Record = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    user_attrs: dict[str, Any] = field(default_factory=dict)
+    num_steps: int = 0
+    num_epochs: int = 0
+    num_passes: int = 0
+    num_moves: int = 0
+    sizes: set[int] = field(default_factory=set)
+    refused: str = ""
+    is_rough: bool = False
+    place: tuple[int, int] = (0, 0)
+    step: int = 0
+    moved_within: tuple[int, int] = (0, 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it came to its end."""
+        return self.ending is Ending.WHOLE
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True, kw_only=True)
 class _Child:
     """One rank: `file` is where it leaves what it has noted."""
@@ -55,7 +187,6 @@ class _Child:
     pid: int
     pidfd: int
     file: int
-    began: float = field(default_factory=time.monotonic)
     ran: Rehearsed | None = None
 
 
@@ -75,7 +206,7 @@ def rehearsed(groups: Sequence[Sequence[Order]], limit_s: float) -> list[list[Re
         limit_s: For each.
     """
     children = [child for number, group in enumerate(groups) for child in _begun(number, group)]
-    _await(children, dict.fromkeys(range(len(groups)), limit_s))
+    _await(children, [time.monotonic() + limit_s] * len(groups))
     return [
         [child.ran for child in children if child.group == number and child.ran]
         for number in range(len(groups))
@@ -117,41 +248,26 @@ def _started(group: int, order: Order, listener: socket.socket | None = None) ->
     return _Child(group=group, pid=pid, pidfd=os.pidfd_open(pid), file=file)
 
 
-def _await(children: Sequence[_Child], deadlines: dict[int, float]) -> None:
+def _await(children: Sequence[_Child], deadlines: list[float]) -> None:
     """Wait until all have ended: each before its group's deadline, or they are ended."""
-    now, looked = 0.0, time.monotonic()
     while running := [child for child in children if child.ran is None]:
-        wait_s = min(deadlines[child.group] for child in running) - now
-        pidfds = [child.pidfd for child in running]
-        ready = select.select(pidfds, [], [], min(max(0.0, wait_s), _TICK_S))[0]
-        # A machine that stands still, or is suspended, is no fault of theirs.
-        before, looked = looked, time.monotonic()
-        now += min(looked - before, 2 * _TICK_S)
+        wait_s = min(deadlines[child.group] for child in running) - time.monotonic()
+        ready = select.select([child.pidfd for child in running], [], [], max(0.0, wait_s))[0]
+        now = time.monotonic()
         for child in running:
-            is_late = now >= deadlines[child.group]
-            if child.pidfd in ready or is_late:
+            if child.pidfd in ready or now >= deadlines[child.group]:
                 child.ran = _ended(child, is_late=child.pidfd not in ready)
                 if not child.ran.is_whole:
-                    soon = min(deadlines[child.group], now + _GRACE_S)
-                    deadlines[child.group] = soon
+                    deadlines[child.group] = min(deadlines[child.group], now + _GRACE_S)
 
 
 def _ended(child: _Child, *, is_late: bool) -> Rehearsed:
     with contextlib.suppress(ProcessLookupError):  # with what it has started
         os.killpg(child.pid, signal.SIGKILL)
     os.kill(child.pid, signal.SIGKILL)  # if it has not begun
-    _, status, usage = os.wait4(child.pid, 0)
-    cause = cause_of_death(os.waitstatus_to_exitcode(status))
-    found = Rehearsed(ending=Ending.DIED, problem=f"its process ended by {cause}")
-    if is_late:
-        found = Rehearsed(ending=Ending.LATE, problem="it did not end in time")
-    elif os.waitstatus_to_exitcode(status) == 0:
-        found = left_in(child.file) or found
+    found = left_by(child.pid, child.file)
     os.close(child.pidfd)
-    os.close(child.file)
-    found.wall_s = time.monotonic() - child.began
-    found.cpu_s = usage.ru_utime + usage.ru_stime
-    return found
+    return Rehearsed(ending=Ending.LATE, problem="it did not end in time") if is_late else found
 
 
 def forked(give: Callable[[], object]) -> tuple[int, int]:
@@ -172,9 +288,11 @@ def forked(give: Callable[[], object]) -> tuple[int, int]:
     return pid, file
 
 
-def left_in(file: int) -> Any:
-    """What a fork has left there, if anything."""
-    with open(file, "rb", closefd=False) as left, contextlib.suppress(Exception):
-        left.seek(0)
-        return pickle.load(left)  # from our own child
-    return None
+def left_by(pid: int, file: int) -> Any:
+    """What a fork has left in its file, when it has ended, or that it died; closes the file."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with open(file, "rb") as left, contextlib.suppress(Exception):
+        if code == 0:
+            left.seek(0)
+            return pickle.load(left)  # from our own child
+    return Rehearsed(ending=Ending.DIED, problem=f"its process ended by {cause_of_death(code)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,9 +72,9 @@ class Outcome(Enum):
     PLAIN = "plain"  # it prepares nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verdict:
-    """What trials like the checked one may do; `print` it, or show it in a notebook.
+    """What trials like the checked one may do; `print` it.
 
     Attributes:
         outcome: In a word.
@@ -87,7 +86,6 @@ class Verdict:
         worst: The largest difference of several devices that was let pass.
         params: That the checked trial had.
         wall_s: What the check took.
-        cpu_s: Likewise, of all its processes.
     """
 
     outcome: Outcome
@@ -99,7 +97,6 @@ class Verdict:
     worst: float = 0.0
     params: Mapping[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0
-    cpu_s: float = 0.0
 
     @property
     def may_widen(self) -> bool:
@@ -151,18 +148,13 @@ class Verdict:
         found = list(dict.fromkeys(f"`{root}`" for root in roots))
         return f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''} would begin anew"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
         finding, advice = self.told()
         of = f" ({params})" if params else ""
-        took = f"The check took {self.wall_s:.1f} s ({self.cpu_s:.1f} s of CPU time)."
+        took = f"The check took {self.wall_s:.1f} s."
         lines = [f"Pre-flight check{of}: {finding}", advice, took]
         return "\n  ".join(filter(None, lines))
-
-    def _repr_html_(self) -> str:
-        first, *more = str(self).split("\n")
-        rest = "".join(f"<br>{html.escape(line.strip())}" for line in more)
-        return f"<div><b>{html.escape(first)}</b>{rest}</div>"
 
 
 def _usual_reason(first: Key) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import pytest
 from nbclient import NotebookClient
 
 from tests import leftovers
@@ -56,11 +55,6 @@ def is_of_kernel(line: str) -> bool:
     return f"{_MARK}=1".encode() in environment.split(b"\0")
 
 
-@pytest.fixture(scope="module")
-def ran() -> tuple[Any, list[str]]:
-    return run_notebook()
-
-
 def outputs_of(notebook: Any, beginning: str) -> list[Any]:
     (cell,) = (cell for cell in notebook.cells if cell.source.startswith(beginning))
     return list(cell.outputs)
@@ -72,22 +66,27 @@ def lines_of(outputs: list[Any]) -> list[str]:
     return [line.rpartition("\r")[2] for line in text.split("\n") if line]
 
 
-def test_progress_is_one_line(ran: tuple[Any, list[str]]) -> None:
-    (line,) = lines_of(outputs_of(ran[0], "def objective(trial, epochs"))
-    assert "100%" in line
-    assert "6/6" in line
-
-
-def test_results_are_shown(ran: tuple[Any, list[str]]) -> None:
-    (summary,) = outputs_of(ran[0], "fleet.summary")
+def test_the_notebook() -> None:
+    notebook, at_the_end = run_notebook()
+    (progress,) = lines_of(outputs_of(notebook, "def objective(trial, epochs"))
+    assert "100%" in progress
+    assert "6/6" in progress
+    (summary,) = outputs_of(notebook, "fleet.summary")
     assert "\n  sharing factor" in summary.data["text/plain"]
     assert summary.data["text/plain"].startswith("Sweep of 6 trials (6 complete)")
-    (timeline,) = outputs_of(ran[0], "plot_timeline")
+    (timeline,) = outputs_of(notebook, "plot_timeline")
     assert "application/vnd.plotly.v1+json" in timeline.data
+    ends_in_a_few_lines(outputs_of(notebook, "study.optimize(\n    lambda"))
+    # A changed cell is what runs.
+    outputs = outputs_of(notebook, "def objective(trial):")
+    (result,) = (output for output in outputs if output.output_type == "execute_result")
+    assert result.data["text/plain"] == "{'version': 'changed'}"
+    (kernel,) = at_the_end  # nothing else is left
+    assert "ipykernel" in kernel
 
 
-def test_an_interrupt_ends_the_sweep_in_a_few_lines(ran: tuple[Any, list[str]]) -> None:
-    outputs = outputs_of(ran[0], "study.optimize(\n    lambda")
+def ends_in_a_few_lines(outputs: list[Any]) -> None:
+    """By the interrupt."""
     (error,) = (output for output in outputs if output.output_type == "error")
     assert error.ename == "KeyboardInterrupt"
     traceback = [line for part in error.traceback for line in part.splitlines()]
@@ -95,14 +94,3 @@ def test_an_interrupt_ends_the_sweep_in_a_few_lines(ran: tuple[Any, list[str]]) 
     lines = lines_of(outputs)
     assert len(lines) <= 3, lines
     assert any("Trials under way (6, 7) failed: KeyboardInterrupt" in line for line in lines)
-
-
-def test_a_changed_cell_is_what_runs(ran: tuple[Any, list[str]]) -> None:
-    outputs = outputs_of(ran[0], "def objective(trial):")
-    (result,) = (output for output in outputs if output.output_type == "execute_result")
-    assert result.data["text/plain"] == "{'version': 'changed'}"
-
-
-def test_nothing_but_the_kernel_is_left(ran: tuple[Any, list[str]]) -> None:
-    (kernel,) = ran[1]
-    assert "ipykernel" in kernel

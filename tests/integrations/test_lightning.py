@@ -16,34 +16,36 @@ import torch.nn.functional as F
 from optuna_integration import PyTorchLightningPruningCallback
 from torchmetrics.classification import MulticlassAccuracy
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import SharedPipeline
 from optuna_fleet.events import WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.integrations.lightning import FleetStrategy
 from tests.fleets import Leg, Noise, fleet_of, small_model
+from tests.integrations.harness import (
+    ALONE,
+    MOVED,
+    OFTEN_MOVED,
+    QUIET,
+    WIDE,
+    are_cleared,
+    close_to,
+    flown,
+    frees_its_devices_when_pruned,
+)
 from tests.nursery import preloading
 
-# Objectives have the filters too, and Lightning much to say of the machine.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")
-]
+pytestmark = QUIET
 
 EPOCHS, BATCH_SIZE, ACCUMULATED = 3, 8, 2
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_model_summary": False,
-    "enable_progress_bar": False,
-}
 
 
 class Classifier(pl.LightningModule):
-    def __init__(self, precise: bool = True) -> None:
+    def __init__(self, lr: float = 0.01) -> None:
         super().__init__()
-        self.layers = small_model() if precise else small_model().float()
+        self.layers = small_model()
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(self.layers(batch[0].to(next(self.parameters()).dtype)), batch[1])
+        return F.cross_entropy(self.layers(batch[0]), batch[1])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -59,19 +61,30 @@ class Classifier(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
-def by_lightning(trial: Any, precision: str = "32-true", val: str = "val") -> float:
+def trainer_of(trial: Any, **options: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    shown = ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar")
+    quiet = dict.fromkeys(shown, False)
+    return pl.Trainer(**quiet, **{"max_epochs": 1, **options}, strategy=FleetStrategy(trial))
+
+
+def fit(trial: Any, model: Any, *loaders: Any, **options: Any) -> Any:
+    """Train it, by default without validation; returns the Trainer."""
+    trainer = trainer_of(trial, **options)
+    trainer.fit(model, trial.batches("train", BATCH_SIZE), *loaders)
+    return trainer
+
+
+def by_lightning(trial: Any) -> float:
     best = pl.callbacks.EarlyStopping("val", patience=1, min_delta=-1.0)
-    trainer = pl.Trainer(
-        **QUIET,
+    trainer = fit(
+        trial,
+        Classifier(),
+        trial.batches("val", BATCH_SIZE),
         max_epochs=EPOCHS,
-        strategy=FleetStrategy(trial),
         accumulate_grad_batches=ACCUMULATED,
-        precision=precision,
         callbacks=[PyTorchLightningPruningCallback(trial, monitor="val"), best],
     )
-    model = Classifier(precise=precision == "32-true")
-    trainer.fit(model, trial.batches("train", BATCH_SIZE), trial.batches(val))
     seen = {name: value.item() for name, value in trainer.callback_metrics.items()}
     trial.set_user_attr("seen", [seen["loss"], seen["worst"], best.best_score.item()])
     trial.set_user_attr("steps", trainer.global_step)
@@ -117,24 +130,10 @@ def three() -> Iterator[Any]:
         yield fleet
 
 
-def flown(fleet: Any, objective: Any, *legs: Leg, **options: Any) -> optuna.trial.FrozenTrial:
-    fleet.script = {0: list(legs)}
-    study = optuna.create_study(**options)
-    study.optimize(objective, n_trials=1, executor=fleet)
-    return study.trials[0]
-
-
-def close_to(values: Any) -> Any:
-    return pytest.approx(values, rel=1e-10)
-
-
-WIDE, MOVED = [Leg((0, 1, 2))], [Leg((0, 1), 1), Leg((2,))]
-
-
-def is_alike(fleet: Any, objective: Any, *legs: Leg, rel: float = 1e-10) -> Any:
-    """Whether it gives on one device what it gives so; returns both trials."""
-    alone, other = flown(fleet, objective, Leg((0,))), flown(fleet, objective, *legs)
-    assert other.value == pytest.approx(alone.value, rel=rel)
+def is_alike(fleet: Any, objective: Any, legs: list[Leg], rel: float = 1e-10) -> Any:
+    """Whether it gives on one device what it gives so; returns that trial."""
+    alone, other = flown(fleet, objective, ALONE), flown(fleet, objective, legs)
+    assert other.value == close_to(alone.value, rel)
     assert other.user_attrs == alone.user_attrs
     return alone
 
@@ -144,25 +143,12 @@ def size_of(model: Any) -> float:
     return sum(float(each.abs().sum()) for each in model.state_dict().values())
 
 
-def fit(trial: Any, model: Any, *loaders: Any, **options: Any) -> Any:
-    """Train it, by default without validation; returns the Trainer."""
-    trainer = pl.Trainer(**QUIET, **{"max_epochs": 1, **options}, strategy=FleetStrategy(trial))
-    trainer.fit(model, trial.batches("train", BATCH_SIZE), *loaders)
-    return trainer
-
-
 def test_the_same_as_by_hand_on_any_devices(three: Any) -> None:
-    expected = flown(three, by_hand, Leg((0,)))
-    alone = flown(three, by_lightning, Leg((1,)))
+    expected, alone = flown(three, by_hand, ALONE), flown(three, by_lightning, [Leg((1,))])
     assert alone.intermediate_values == expected.intermediate_values
-    assert alone.user_attrs["seen"] == expected.user_attrs["seen"]
-    assert alone.user_attrs["steps"] == expected.user_attrs["steps"]
-    for legs in (
-        [Leg((0, 1))],
-        [Leg((0, 1, 2))],
-        [Leg((0, 1, 2), 1), Leg((2,), 2), Leg((1, 0))],
-    ):
-        trial = flown(three, by_lightning, *legs)
+    assert alone.user_attrs == expected.user_attrs
+    for legs in (WIDE, OFTEN_MOVED):
+        trial = flown(three, by_lightning, legs)
         assert trial.value == close_to(alone.value)
         assert trial.intermediate_values == close_to(alone.intermediate_values)
         # The largest loss of a step is that of a shard.
@@ -204,55 +190,27 @@ class Usual(pl.LightningModule):
 
 
 def usual(trial: Any) -> float:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = pl.Trainer(
-        **QUIET,
+    trainer = fit(
+        trial,
+        Usual(trial.suggest_float("lr", 1e-4, 1e-2, log=True)),
+        trial.batches("val", BATCH_SIZE),
         max_epochs=10,
+        accumulate_grad_batches=ACCUMULATED,
         gradient_clip_val=1.0,
-        strategy=FleetStrategy(trial),
         callbacks=[
             PyTorchLightningPruningCallback(trial, monitor="val_right"),
             pl.callbacks.EarlyStopping("val_loss", patience=3),
         ],
     )
-    model = Usual(trial.suggest_float("lr", 1e-4, 1e-2, log=True))
-    trainer.fit(model, trial.batches("train", BATCH_SIZE), trial.batches("val", BATCH_SIZE))
     return trainer.callback_metrics["val_right"].item()
 
 
-@pytest.mark.parametrize("objective", [by_lightning, usual])
-def test_the_check_clears_it(objective: Any) -> None:
-    fleet = FleetExecutor(data(), devices=2)
-    report = fleet.preflight(optuna.create_study(), objective)
-    assert report.may_widen, report
-    assert report.may_move, report
-
-
-class Logs(Classifier):
-    """Under a name that Lightning has not warned of in this process."""
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.log("logged_by_nobody_else", self.loss(batch))
-
-
-def test_mixed_precision_is_that_of_one_device(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        value = by_lightning(trial, "bf16-mixed")
-        trial.set_user_attr("seen", [])  # or else than by a little
-        return value
-
-    is_alike(three, objective, Leg((0, 1)), rel=0.05)
+def test_the_check_clears_it() -> None:
+    are_cleared(data(), usual)
 
 
 def test_a_pruned_trial_frees_its_devices(three: Any) -> None:
-    class AtOnce(optuna.pruners.BasePruner):
-        def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-            return trial.last_step == 1
-
-    trial = flown(three, by_lightning, Leg((0, 1)), pruner=AtOnce())
-    assert trial.state is optuna.trial.TrialState.PRUNED
-    assert list(trial.intermediate_values) == [0, 1]
-    assert flown(three, by_lightning, Leg((0, 1, 2))).state.is_finished()
+    frees_its_devices_when_pruned(three, by_lightning)
 
 
 class Some(Classifier):
@@ -270,9 +228,14 @@ class Measured(Classifier):
         super().__init__()
         self.right = MulticlassAccuracy(3, average="micro")
 
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.right(self.layers(batch[0]), batch[1])
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
     def validation_step(self, batch: Any, index: int) -> None:
         self.right(self.layers(batch[0]), batch[1])
-        self.log("right", self.right)
+        self.log("val_right", self.right)
 
 
 class Gathers(Classifier):
@@ -282,35 +245,14 @@ class Gathers(Classifier):
         self.log("val", float(self.all_gather(self.layers(batch[0])).sum()))
 
 
-@pytest.mark.parametrize(
-    ("module", "val", "size", "why"),
-    [
-        (Some, "val", BATCH_SIZE, "logged on 1 of the trial's devices only"),
-        (Gathers, "val", 3, r"unlike shapes on the trial's devices: \[\[2, 3\], \[1, 3\]\]"),
-        (Measured, "val", 1, "on batches of 1 at most"),
-        (Measured, "val_tiny", BATCH_SIZE, "on batches of 1 at most"),
-    ],
-)
-def test_what_some_devices_could_not_log_is_to_be_logged_on_fewer(
-    three: Any, module: Any, val: str, size: int, why: str
-) -> None:
-    def objective(trial: Any) -> None:
-        fit(trial, module(), trial.batches(val, size))
-
-    with pytest.raises(TrialError, match=why):
-        flown(three, objective, Leg((0, 1)))
-    limits = [event.max_devices for event in three.events if isinstance(event, WidthLimited)]
-    assert limits  # the controller goes on from the last checkpoint then
-    assert set(limits) == {1}
-
-
 class AtEpochEnd(Classifier):
     """Logs what it has collected itself, on each rank."""
 
-    def __init__(self, logs_when: str, steps: str) -> None:
+    def __init__(self, hook: str, *, leads_a_scheduler: bool) -> None:
         super().__init__()
-        self.logs_when, self.steps = logs_when, steps
+        self.leads_a_scheduler = leads_a_scheduler
         self.seen: list[torch.Tensor] = []
+        setattr(self, hook, self.log_own)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.seen.append(loss := self.loss(batch))
@@ -319,88 +261,72 @@ class AtEpochEnd(Classifier):
     def validation_step(self, batch: Any, index: int) -> None:
         self.seen.append(self.loss(batch))
 
-    def on_validation_epoch_end(self) -> None:
-        self._log_when("validated")
-
-    def on_train_epoch_end(self) -> None:
-        self._log_when("trained")
-
-    def _log_when(self, now: str) -> None:
-        if now == self.logs_when:
-            self.log("own", torch.stack(self.seen).mean().detach())
+    def log_own(self) -> None:
+        self.log("own", torch.stack(self.seen).mean().detach())
         self.seen.clear()
 
     def configure_optimizers(self) -> Any:
         (optimizer,), (scheduler,) = super().configure_optimizers()
-        if self.steps == "plateau":
+        if self.leads_a_scheduler:
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         config = {"scheduler": scheduler, "monitor": "own"}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+def validates(module: Any, *val: Any) -> Any:
+    return lambda trial: fit(trial, module(), trial.batches(*val)) and None
+
+
+def stops_early(trial: Any) -> None:
+    model = AtEpochEnd("on_validation_epoch_end", leads_a_scheduler=False)
+    early = pl.callbacks.EarlyStopping("own", check_on_train_epoch_end=False)
+    fit(trial, model, trial.batches("val", BATCH_SIZE), max_epochs=2, callbacks=[early])
+
+
+def slows_on_a_plateau(trial: Any) -> None:
+    fit(trial, AtEpochEnd("on_train_epoch_end", leads_a_scheduler=True), max_epochs=2)
+
+
 @pytest.mark.parametrize(
-    ("logs_when", "steps"), [("trained", "plateau"), ("validated", "early stopping")]
+    ("objective", "why"),
+    [
+        (validates(Some, "val", BATCH_SIZE), "logged on 1 of the trial's devices only"),
+        (validates(Gathers, "val", 3), r"unlike shapes on the trial's devices: \[\[2, 3\], \[1, "),
+        (validates(Measured, "val_tiny", BATCH_SIZE), "on batches of 1 at most"),
+        (stops_early, "`own`: monitored by a callback or a scheduler"),
+        (slows_on_a_plateau, "`own`: monitored by a callback or a scheduler"),
+    ],
 )
-def test_what_is_monitored_is_no_value_of_one_device(
-    three: Any, logs_when: str, steps: str
+def test_what_is_not_the_whole_trials_is_to_be_logged_on_one(
+    three: Any, objective: Any, why: str
 ) -> None:
-    def objective(trial: Any) -> float:
-        early = pl.callbacks.EarlyStopping("own", check_on_train_epoch_end=logs_when == "trained")
-        val = trial.batches("val", BATCH_SIZE) if logs_when == "validated" else None
-        callbacks = [] if steps == "plateau" else [early]
-        fit(trial, AtEpochEnd(logs_when, steps), val, max_epochs=2, callbacks=callbacks)
-        return 0.0
-
-    assert flown(three, objective, Leg((0,))).value == 0
-    with pytest.raises(TrialError, match="`own`: monitored by a callback or a scheduler"):
-        flown(three, objective, Leg((0, 1)))
-    assert {e.max_devices for e in three.events if isinstance(e, WidthLimited)} == {1}
-
-
-class Predicts(Classifier):
-    def predict_step(self, batch: Any, index: int) -> Any:
-        return {"outputs": self.layers(batch[0]), "labels": self.all_gather(batch[1]).tolist()}
-
-
-def test_each_device_has_all_predictions(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        trainer = fit(trial, model := Predicts())
-        predicted = trainer.predict(model, trial.batches("val"))
-        trial.set_user_attr("labels", [batch["labels"] for batch in predicted])
-        sum_of_all = sum(float(batch["outputs"].abs().sum()) for batch in predicted)
-        return sum_of_all + trainer.validate(model, trial.batches("val"), verbose=False)[0]["val"]
-
-    is_alike(three, objective, *WIDE)
-
-
-class Steady(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def averages() -> Any:
-    return [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+    with pytest.raises(TrialError, match=why):
+        flown(three, objective, [Leg((0, 1))])
+    limits = [event.max_devices for event in three.events if isinstance(event, WidthLimited)]
+    assert set(limits) == {1}  # the controller goes on from the last checkpoint then
+    assert flown(three, lambda trial: objective(trial) or 0.0, ALONE).value == 0
 
 
 def test_the_epoch_that_averages_of_weights_add_is_trained_too(three: Any) -> None:
     """For the statistics of BatchNorm."""
 
+    class Steady(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
     def objective(trial: Any) -> float:
-        model = Steady()
-        fit(trial, model, trial.batches("val", BATCH_SIZE), max_epochs=2, callbacks=averages())
+        model, averages = Steady(), pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        fit(trial, model, trial.batches("val", BATCH_SIZE), max_epochs=2, callbacks=[averages])
         num_batches = len(trial.batches("train", BATCH_SIZE))
         trial.set_user_attr("seen", int(model.layers[1].num_batches_tracked) / num_batches)
         return size_of(model)
 
-    alone = is_alike(three, objective, Leg((0, 1), 2), Leg((2,)))
+    alone = is_alike(three, objective, [Leg((0, 1), 2), Leg((2,))])
     assert alone.user_attrs["seen"] == 1
 
 
 class Worse(Classifier):
     """With each epoch."""
-
-    def __init__(self, lr: float) -> None:
-        super().__init__()
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val_acc", -float(self.current_epoch))
@@ -414,68 +340,45 @@ def test_the_best_of_the_checkpoints_moves_along(
     (code,) = re.findall(f"{title}.*?```python\n(.*?)```", page, re.S | re.M)
     exec(code, names := {"pl": pl, "Classifier": Worse})
     monkeypatch.chdir(tmp_path)
-    moved = flown(three, names["objective"], Leg((0, 1), 1), Leg((2,)), direction="maximize")
+    moved = flown(three, names["objective"], MOVED, direction="maximize")
     assert moved.value == 0
     assert Path(moved.user_attrs["best_file"]).parent == tmp_path / "best" / "0"
     assert Path(moved.user_attrs["best_file"]).is_file()
 
 
-def test_a_trial_may_fit_several_times(three: Any) -> None:
+def test_a_trial_may_fit_several_times_but_once_with_each_trainer(three: Any) -> None:
     def objective(trial: Any) -> float:
         model = Classifier()
         for max_epochs in (1, 3):
             fit(trial, model, max_epochs=max_epochs)
         return size_of(model)
 
-    is_alike(three, objective, *MOVED)
-
-
-def test_but_once_with_each_trainer(three: Any) -> None:
-    def objective(trial: Any) -> None:
-        trainer = pl.Trainer(**QUIET, max_epochs=1, strategy=FleetStrategy(trial))
-        trainer.fit(model := Classifier(), batches := trial.batches("train", BATCH_SIZE))
+    def again(trial: Any) -> None:
+        trainer = fit(trial, model := Classifier())
         trainer.fit_loop.max_epochs = 2
-        trainer.fit(model, batches)
+        trainer.fit(model, trial.batches("train", BATCH_SIZE))
 
+    is_alike(three, objective, MOVED)
     with pytest.raises(FleetConfigError, match="call `fit` once for each Trainer"):
-        flown(three, objective, Leg((0,)))
-
-
-class Counting(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.right = MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        self.right(self.layers(batch[0]), batch[1])
-        self.log("right", self.right, on_step=False, on_epoch=True)
-        return self.loss(batch)
+        flown(three, again, ALONE)
 
 
 def test_metrics_count_no_stand_ins(three: Any) -> None:
     def objective(trial: Any) -> float:
-        trainer = fit(trial, Counting())
-        return trainer.callback_metrics["right"].item()
+        return fit(trial, Measured()).callback_metrics["right"].item()
 
-    is_alike(three, objective, *WIDE, rel=0)
-
-
-@pytest.mark.parametrize("max_epochs", [-1, 0])
-def test_a_trial_must_have_an_end(three: Any, max_epochs: int) -> None:
-    def objective(trial: Any) -> None:
-        fit(trial, Classifier(), max_epochs=max_epochs)
-
-    with pytest.raises(FleetConfigError, match=rf"`max_epochs` is {max_epochs}"):
-        flown(three, objective, Leg((0,)))
+    is_alike(three, objective, WIDE, rel=0)
 
 
-def test_plain_optuna_is_told_of() -> None:
+def test_what_can_not_be_is_told_of(three: Any) -> None:
+    with pytest.raises(FleetConfigError, match="`max_epochs` is -1"):
+        flown(three, lambda trial: fit(trial, Classifier(), max_epochs=-1), ALONE)
     with pytest.raises(FleetConfigError, match="given a `FixedTrial`"):
         FleetStrategy(optuna.trial.FixedTrial({}))  # type: ignore[arg-type]
 
 
 class Rest(Classifier):
-    """Of what a Trainer does: several loaders, and a test."""
+    """Of what a Trainer does: several loaders, a test, predictions."""
 
     def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
         self.log("val", self.loss(batch))
@@ -483,9 +386,12 @@ class Rest(Classifier):
     def test_step(self, batch: Any, index: int) -> None:
         self.log("tested", self.loss(batch))
 
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return {"outputs": self.layers(batch[0]), "labels": self.all_gather(batch[1]).tolist()}
+
 
 def test_the_rest_of_a_trainer(three: Any) -> None:
-    """Several loaders, `max_steps`, averages of weights that move along, and a test."""
+    """Several loaders, `max_steps`, averages of weights that move along, tests, predictions."""
 
     def objective(trial: Any) -> float:
         loaders = [trial.batches("val", size) for size in (BATCH_SIZE, 5)]
@@ -495,7 +401,11 @@ def test_the_rest_of_a_trainer(three: Any) -> None:
         trial.set_user_attr("steps", trainer.global_step)
         seen = sum(float(value) for value in trainer.callback_metrics.values())
         tested = trainer.test(model, loaders[0], verbose=False)[0]["tested"]
-        return size_of(model) + seen + tested
+        predicted = trainer.predict(model, loaders[1])  # each rank has all of them
+        trial.set_user_attr("labels", [batch["labels"] for batch in predicted])
+        outputs = sum(float(batch["outputs"].abs().sum()) for batch in predicted)
+        again = trainer.validate(model, loaders[1], verbose=False)[0]["val"]
+        return size_of(model) + seen + tested + outputs + again
 
     for legs in (WIDE, MOVED):
-        assert is_alike(three, objective, *legs).user_attrs["steps"] == 8
+        assert is_alike(three, objective, legs).user_attrs["steps"] == 8

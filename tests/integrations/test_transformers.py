@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from optuna_fleet import FleetExecutor, SharedPipeline  # noqa: E402
+from optuna_fleet import SharedPipeline  # noqa: E402
 from optuna_fleet.exceptions import FleetConfigError  # noqa: E402
 from optuna_fleet.integrations.transformers import (  # noqa: E402
     FleetTrainer,
@@ -38,11 +37,19 @@ from optuna_fleet.integrations.transformers import (  # noqa: E402
     PruningCallback,
 )
 from tests.fleets import Leg, fleet_of  # noqa: E402
+from tests.integrations.harness import (  # noqa: E402
+    ALONE,
+    OFTEN_MOVED,
+    QUIET,
+    WIDE,
+    are_cleared,
+    close_to,
+    flown,
+    frees_its_devices_when_pruned,
+)
 from tests.nursery import preloading  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")
-]
+pytestmark = QUIET
 
 EPOCHS, BATCH_SIZE = 3, 8
 PRELOADED = {each.__module__ for each in (Trainer, BertForSequenceClassification, GPT2LMHeadModel)}
@@ -63,21 +70,22 @@ def sentences(size: int, seed: int) -> Any:
     )
 
 
-def tokenizer() -> Any:
+def padding() -> Any:
     words = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    return DataCollatorWithPadding(
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    )
 
 
 def for_language_models(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Pads; labels are as many as there are words, so batches and shares of them weigh unlike."""
     fields = [{key: each[key] for key in ("input_ids", "attention_mask")} for each in samples]
-    batch = dict(DataCollatorWithPadding(tokenizer())(fields))
+    batch = dict(padding()(fields))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return batch
 
 
-def classifier() -> Any:
-    torch.manual_seed(0)
+def bert(dropout: float = 0.0) -> Any:
     config = BertConfig(
         vocab_size=len(WORDS),
         hidden_size=8,
@@ -86,10 +94,15 @@ def classifier() -> Any:
         intermediate_size=8,
         max_position_embeddings=16,
         num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
-    return BertForSequenceClassification(config).double()
+    return BertForSequenceClassification(config)
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    return bert().double()
 
 
 def language_model() -> Any:
@@ -118,9 +131,9 @@ def in_float64(logits: Any, labels: Any, num_items_in_batch: Any = None, **_: An
     return losses.sum() / count
 
 
-def arguments(folder: str, **more: Any) -> Any:
+def arguments(folder: str | Path, **more: Any) -> Any:
     options = {
-        "output_dir": folder,
+        "output_dir": str(folder),
         "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": BATCH_SIZE,
         "per_device_eval_batch_size": BATCH_SIZE,
@@ -176,7 +189,7 @@ def objective_of(kind: str, folder: Path, trainer_class: Any = FleetTrainer, **m
         trainer = trainer_class(
             trial,
             model=model(),
-            args=arguments(str(folder), **{**settings, **more}),
+            args=arguments(folder, **{**settings, **more}),
             train_dataset="train" + suffix,
             eval_dataset="val" + suffix,
             callbacks=[PruningCallback(trial), EarlyStoppingCallback(2)],
@@ -200,18 +213,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
-    padding = DataCollatorWithPadding(tokenizer())
-    train, val = sentences(41, 0), sentences(17, 1)
+    sets = {"train": sentences(41, 0), "val": sentences(17, 1)}
     return SharedPipeline(
-        train=train,
-        val=val,
-        train_lm=train,
-        val_lm=val,
+        **sets,
+        **{f"{name}_lm": dataset for name, dataset in sets.items()},
         collate_fn={
-            "train": padding,
-            "val": padding,
-            "train_lm": for_language_models,
-            "val_lm": for_language_models,
+            **dict.fromkeys(sets, padding()),
+            **{f"{name}_lm": for_language_models for name in sets},
         },
     )
 
@@ -220,13 +228,6 @@ def pipeline() -> Any:
 def three(pipeline: Any) -> Iterator[Any]:
     with preloading(*PRELOADED), fleet_of(devices=3, pipeline=pipeline) as fleet:
         yield fleet
-
-
-def flown(fleet: Any, objective: Any, *legs: Leg, **options: Any) -> optuna.trial.FrozenTrial:
-    fleet.script = {0: list(legs)}
-    study = optuna.create_study(**options)
-    study.optimize(objective, n_trials=1, executor=fleet)
-    return study.trials[0]
 
 
 class InOrder:
@@ -268,10 +269,10 @@ def plain(kind: str, pipeline: Any, folder: Path) -> dict[str, Any]:
 
     trainer = Plain(
         model=model(),
-        args=arguments(str(folder), save_strategy="no", **settings),
+        args=arguments(folder, save_strategy="no", **settings),
         train_dataset=sentences(41, 0),
         eval_dataset=sentences(17, 1),
-        data_collator=for_language_models if suffix else DataCollatorWithPadding(tokenizer()),
+        data_collator=for_language_models if suffix else padding(),
         callbacks=[EarlyStoppingCallback(2)],
         **options,
     )
@@ -297,35 +298,21 @@ def test_the_same_as_plain_on_any_devices(
 ) -> None:
     wanted = plain(kind, pipeline, tmp_path / "plain")
     objective = objective_of(kind, tmp_path / "fleet")
-    alone = flown(three, objective, Leg((0,)))
+    alone = flown(three, objective, ALONE)
     compare(alone.user_attrs["seen"], wanted, 0)
     evaluated = [e["eval_loss"] for e in wanted["history"] if "eval_loss" in e]
     assert list(alone.intermediate_values.values()) == evaluated
-    for legs in (
-        [Leg((0, 1))],
-        [Leg((0, 1, 2))],
-        [Leg((0, 1, 2), 1), Leg((2,), 2), Leg((1, 0))],
-    ):
-        trial = flown(three, objective, *legs)
+    for legs in (WIDE, OFTEN_MOVED):
+        trial = flown(three, objective, legs)
         compare(trial.user_attrs["seen"], wanted, 1e-10)
-        assert trial.value == pytest.approx(alone.value, rel=1e-10)
+        assert trial.value == close_to(alone.value)
 
 
 def in_float32(trial: Any) -> float:
     """As most write it, dropout and all."""
     trainer = FleetTrainer(
         trial,
-        model=BertForSequenceClassification(
-            BertConfig(
-                vocab_size=len(WORDS),
-                hidden_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=8,
-                max_position_embeddings=16,
-                num_labels=3,
-            )
-        ),
+        model=bert(dropout=0.1),
         args=TrainingArguments(
             output_dir="unused",
             learning_rate=trial.suggest_float("lr", 1e-5, 1e-3, log=True),
@@ -344,12 +331,8 @@ def in_float32(trial: Any) -> float:
     return trainer.evaluate()["eval_accuracy"]
 
 
-@pytest.mark.parametrize("kind", ["in_float32", *KINDS])
-def test_the_check_clears_it(pipeline: Any, tmp_path: Path, kind: str) -> None:
-    objective = objective_of(kind, tmp_path) if kind in KINDS else in_float32
-    report = FleetExecutor(pipeline, devices=2).preflight(optuna.create_study(), objective)
-    assert report.may_widen, report
-    assert report.may_move, report
+def test_the_check_clears_it(pipeline: Any, tmp_path: Path) -> None:
+    are_cleared(pipeline, in_float32, objective_of("language model", tmp_path))
 
 
 class Weighted(Trainer):
@@ -377,34 +360,25 @@ class OnFleet(FleetTrainerMixin, Weighted):
 
 def test_a_trainer_class_of_ones_own_with_weights_of_its_own(three: Any, tmp_path: Path) -> None:
     told = objective_of("classifier", tmp_path, OnFleet)
-    alone, wide = (flown(three, told, Leg(devices)) for devices in [(0,), (0, 1, 2)])
+    alone, wide = (flown(three, told, legs) for legs in (ALONE, WIDE))
     assert wide.value != alone.value  # as `eval_loss` is the mean of the shares'
     one, other = (trial.user_attrs["seen"]["history"] for trial in (alone, wide))
     norms = [[e["grad_norm"] for e in history if "grad_norm" in e] for history in (one, other)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-10)
+    assert norms[1] == close_to(norms[0])
 
 
 def test_a_pruned_trial_frees_its_devices(three: Any, tmp_path: Path) -> None:
-    class AtOnce(optuna.pruners.BasePruner):
-        def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-            return trial.last_step == 1
-
-    objective = objective_of("classifier", tmp_path)
-    trial = flown(three, objective, Leg((0, 1)), pruner=AtOnce())
-    assert trial.state is optuna.trial.TrialState.PRUNED
-    assert list(trial.intermediate_values) == [0, 1]
-    assert flown(three, objective, Leg((0, 1, 2))).state is optuna.trial.TrialState.COMPLETE
+    frees_its_devices_when_pruned(three, objective_of("classifier", tmp_path))
 
 
 class Counts(transformers.TrainerCallback):  # type: ignore[misc]
-    """Which processes say that they are the first; what is done of each kind."""
+    """Which processes say that they are the first; how many epochs there were."""
 
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+    epochs = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert state.is_world_process_zero == (args.process_index == 0) == args.should_save
-        self.counts["epochs"] = self.counts.get("epochs", 0) + 1
+        self.epochs += 1
 
 
 def test_the_rest_of_a_trainer(three: Any, tmp_path: Path) -> None:
@@ -415,11 +389,7 @@ def test_the_rest_of_a_trainer(three: Any, tmp_path: Path) -> None:
         first = FleetTrainer(
             trial,
             model_init=classifier,
-            args=arguments(
-                str(tmp_path / "first"),
-                max_steps=7,
-                metric_for_best_model="eval_two_loss",
-            ),
+            args=arguments(tmp_path / "first", max_steps=7, metric_for_best_model="eval_two_loss"),
             train_dataset="train",
             eval_dataset={"one": "val", "two": "train"},
             compute_metrics=accuracy,
@@ -427,38 +397,42 @@ def test_the_rest_of_a_trainer(three: Any, tmp_path: Path) -> None:
         )
         first.train()
         predicted = first.predict("val")
-        trial.set_user_attr("predicted", predicted.predictions.tolist())
-        trial.set_user_attr("labels", predicted.label_ids.tolist())
-        trial.set_user_attr("place", first.evaluate()["eval_one_place"])
-        trial.set_user_attr("epochs", counts.counts.get("epochs", 0))
         first.save_model(str(tmp_path / "saved"))
         second = FleetTrainer(
             trial,
             model=classifier(),
-            args=arguments(str(tmp_path / "second"), num_train_epochs=2, eval_strategy="no"),
+            args=arguments(tmp_path / "second", num_train_epochs=2, eval_strategy="no"),
             train_dataset="train",
             eval_dataset="val",
         )
         second.evaluate()
         second.train()
-        trial.set_user_attr("steps", [first.state.global_step, second.state.global_step])
+        trial.set_user_attr("epochs", counts.epochs)
+        trial.set_user_attr("predicted", predicted.predictions.tolist())
+        seen = {
+            "labels": predicted.label_ids.tolist(),
+            "place": first.evaluate()["eval_one_place"],
+            "steps": [first.state.global_step, second.state.global_step],
+        }
+        trial.set_user_attr("seen", seen)
         return second.evaluate()["eval_loss"]
 
-    alone = flown(three, objective, Leg((0,)))
-    assert alone.user_attrs["steps"] == [7, 12]
+    alone = flown(three, objective, ALONE)
+    seen = alone.user_attrs["seen"]
+    assert seen["steps"] == [7, 12]
+    assert seen["labels"] == sentences(17, 1)["label"]
     assert alone.user_attrs["epochs"] == 2
-    assert alone.user_attrs["labels"] == sentences(17, 1)["label"]
+    # An epoch has 6 steps: one that is cut short is reported as one.
+    assert list(alone.intermediate_values) == [0, 1]
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert saved.config.num_labels == 3
     assert list((tmp_path / "second").iterdir()) == []  # no checkpoints
-    for legs in ([Leg((0, 1, 2))], [Leg((1,), 2), Leg((0, 2))]):
-        trial = flown(three, objective, *legs)
-        for name in ("steps", "labels", "place"):
-            assert trial.user_attrs[name] == alone.user_attrs[name], name
-        assert trial.value == pytest.approx(alone.value, rel=1e-10)
-        np.testing.assert_allclose(
-            trial.user_attrs["predicted"], alone.user_attrs["predicted"], rtol=1e-8
-        )
+    for legs in (WIDE, [Leg((1,), 2), Leg((0, 2))]):
+        trial = flown(three, objective, legs)
+        assert trial.user_attrs["seen"] == seen
+        assert trial.value == close_to(alone.value)
+        predicted = [each.user_attrs["predicted"] for each in (trial, alone)]
+        np.testing.assert_allclose(*predicted, rtol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -467,8 +441,7 @@ def test_the_rest_of_a_trainer(three: Any, tmp_path: Path) -> None:
         ({"data_collator": len}, {}, r"SharedPipeline\(..., collate_fn=...\)"),
         ({"train_dataset": [1]}, {}, "`train_dataset` is a `list`, but must be the name"),
         ({}, {"load_best_model_at_end": True, "save_strategy": "epoch"}, "`load_best_model_at_"),
-        ({}, {"train_sampling_strategy": "group_by_length"}, "the order is SharedPipeline"),
-        ({"callbacks": "eval_lost"}, {}, "was to report 'eval_lost', but"),
+        ({"monitor": "eval_lost"}, {}, "was to report 'eval_lost', but"),
     ],
 )
 def test_what_can_not_be_is_told_of(
@@ -476,23 +449,9 @@ def test_what_can_not_be_is_told_of(
 ) -> None:
     def objective(trial: Any) -> None:
         given = {"train_dataset": "train", "eval_dataset": "val", **options}
-        if "callbacks" in options:
-            given["callbacks"] = [PruningCallback(trial, options["callbacks"])]
-        args = arguments(str(tmp_path), num_train_epochs=1, **settings)
-        FleetTrainer(trial, model=classifier(), args=args, **given).train()
+        callbacks = [PruningCallback(trial, given.pop("monitor", "eval_loss"))]
+        args = arguments(tmp_path, num_train_epochs=1, **settings)
+        FleetTrainer(trial, model=classifier(), args=args, callbacks=callbacks, **given).train()
 
     with pytest.raises(FleetConfigError, match=message):
-        flown(three, objective, Leg((0,)))
-
-
-@pytest.mark.parametrize(("max_steps", "reports"), [(2, [0]), (7, [0, 1])])  # an epoch has 6
-def test_an_epoch_that_is_cut_short_is_reported_as_one(
-    three: Any, tmp_path: Path, max_steps: int, reports: list[int]
-) -> None:
-    trial = flown(three, objective_of("classifier", tmp_path, max_steps=max_steps), Leg((0,)))
-    assert list(trial.intermediate_values) == reports
-
-
-def test_plain_optuna_is_told_of() -> None:
-    with pytest.raises(FleetConfigError, match="given a `FixedTrial`"):
-        FleetTrainer(optuna.trial.FixedTrial({}))
+        flown(three, objective, ALONE)

@@ -10,7 +10,6 @@ import optuna
 import pytest
 
 from optuna_fleet import FleetConfigError, FleetExecutor
-from tests.preflight.cases_wrong import WRONG
 from tests.preflight.table import BATCH, mean_of_classes, pipeline, prepared, scorer, step
 
 
@@ -44,23 +43,7 @@ def test_nothing_is_left_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "heard" not in capfd.readouterr().err
 
 
-def test_a_report_is_shown_in_notebooks() -> None:
-    fleet = FleetExecutor(pipeline(), devices=1)
-    report: Any = fleet.preflight(optuna.create_study(), WRONG["best_in_a_variable"].objective)
-    assert (
-        "<b>Pre-flight check: the same on several devices, but not moved" in report._repr_html_()
-    )
-
-
 def test_what_is_no_objective_is_refused() -> None:
     objective: Any = 1
     with pytest.raises(FleetConfigError, match="must be callable"):
         FleetExecutor(devices=1).preflight(optuna.create_study(), objective)
-
-
-def test_a_parameter_that_was_not_given_is_told() -> None:
-    fleet = FleetExecutor(pipeline(), devices=1)
-    study = optuna.create_study()
-    study.set_user_attr("folder", "/nowhere")
-    report = fleet.preflight(study, marks, {"depth": 1})
-    assert "no value was given for the parameter 'lr'" in str(report)

@@ -19,7 +19,7 @@ from optuna_fleet.executor.call.launches import objective_on
 from optuna_fleet.executor.call.runs import TrialRecord
 from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.executor.deciding.clearance import paid_after_s
-from optuna_fleet.preflight.notes import Order, facts_of
+from optuna_fleet.preflight.rehearsals import Order, facts_of
 from optuna_fleet.preflight.verdict import Outcome, Verdict
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.node_messages import Checked, CheckObjective, EndCheck

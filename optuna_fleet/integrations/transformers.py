@@ -1,21 +1,53 @@
-"""A Trainer that trains as part of a trial."""
+"""A `transformers.Trainer` on as many devices as the fleet gives its trial.
+
+::
+
+    from optuna_fleet.integrations.transformers import FleetTrainer, PruningCallback
+
+    def objective(trial):
+        trainer = FleetTrainer(
+            trial,
+            model=AutoModelForSequenceClassification.from_config(config),
+            args=TrainingArguments(
+                learning_rate=trial.suggest_float("lr", 1e-5, 1e-3, log=True),
+                per_device_train_batch_size=32,  # that of the whole trial
+                eval_strategy="epoch",
+            ),
+            train_dataset="train",  # the data sets of the SharedPipeline, by name
+            eval_dataset="val",
+            callbacks=[PruningCallback(trial, "eval_loss")],
+        )
+        trainer.train()
+        return trainer.evaluate()["eval_loss"]
+
+A Trainer class of your own: ``class Mine(FleetTrainerMixin, MyTrainer): pass``.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+import math
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
 import torch
-from transformers import Trainer, TrainerCallback
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_pt_utils import nested_concat
+except ImportError as error:
+    raise ImportError(f"{error}; please: pip install 'optuna-fleet[transformers]'") from None
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations import fleet_trial
-from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged, Part
-from optuna_fleet.integrations.transformers.trainer_progress import Progress
+from optuna_fleet.trainer.gradients.collectives import gather
+from optuna_fleet.trainer.gradients.weights import Share
+from optuna_fleet.trainer.nested import map_tensors
 from optuna_fleet.trainer.trial import FleetTrial
 
 _Base: Any = object if not TYPE_CHECKING else Trainer
@@ -326,6 +358,343 @@ class _Follower(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.end_epochs()
+
+
+class PruningCallback(TrainerCallback):
+    """Reports a metric of each evaluation in training, and prunes the trial if it is to be.
+
+    Steps are epochs from 0, or optimizer steps with ``eval_strategy="steps"``.
+
+    Args:
+        trial: What the objective was given, on a fleet or not.
+        monitor: Name of the metric, as ``"eval_loss"``.
+    """
+
+    def __init__(self, trial: optuna.Trial, monitor: str = "eval_loss") -> None:
+        self._trial = trial
+        self._monitor = monitor
+        self._trains = False
+        self._seen: set[str] = set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See `TrainerCallback`."""
+        self._trains = True
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Report.
+
+        Raises:
+            TrialPruned: The pruner says so.
+        """
+        self._seen.update(metrics or {})
+        if not self._trains or state.global_step == 0 or self._monitor not in (metrics or {}):
+            return
+        by_steps = getattr(args.eval_strategy, "value", args.eval_strategy) == "steps"
+        assert metrics is not None
+        step = state.global_step if by_steps else math.ceil(state.epoch) - 1
+        self._trial.report(metrics[self._monitor], step)
+        if self._trial.should_prune():
+            raise optuna.TrialPruned(f"Trial was pruned at step {step}.")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell of a name that no evaluation had.
+
+        Raises:
+            FleetConfigError: There was none of that name.
+        """
+        self._trains = False
+        if self._seen and self._monitor not in self._seen:
+            raise FleetConfigError(
+                f"PruningCallback was to report {self._monitor!r}, but evaluations have given "
+                f"{sorted(self._seen)} only: name one of them as `monitor`."
+            )
+
+
+# -- what of a Trainer moves along with its trial -------------------------------------------------
+
+
+class Progress:
+    """The state of Trainer that is neither the model's nor the optimizer's.
+
+    Attributes:
+        num_epochs: How many epochs are done.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.num_epochs = 0
+        self._trainer = trainer
+        self._saved: dict[str, Any] | None = None
+        self._final: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What rank 0 has, at the end of an epoch, or had when there were no more."""
+        return self._present() if self._final is None else self._final
+
+    def end(self) -> None:
+        """All epochs are done: what the same Trainer trains from now on is another's."""
+        self.num_epochs = self._trainer.state.num_train_epochs
+        self._final = copy.deepcopy(self._present())
+
+    def _present(self) -> dict[str, Any]:
+        trainer = self._trainer
+        of_process = ("is_local_process_zero", "is_world_process_zero")
+        state = dataclasses.asdict(trainer.state)
+        return {
+            "epochs": self.num_epochs,
+            "state": {name: value for name, value in state.items() if name not in of_process},
+            "callbacks": [callback.state() for callback in self._callbacks()],
+            "losses": [
+                trainer._tr_loss.item(),
+                trainer._total_loss_scalar,
+                trainer._globalstep_last_logged,
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """It is put in its place when Trainer is ready."""
+        self._saved = state
+
+    def put_back_state(self) -> None:
+        """Where Trainer is, and what callbacks hold."""
+        if self._saved is None:
+            return
+        self.num_epochs = self._saved["epochs"]
+        for name, value in self._saved["state"].items():
+            setattr(self._trainer.state, name, copy.deepcopy(value))
+        for callback, state in zip(self._callbacks(), self._saved["callbacks"], strict=True):
+            for name, value in {**state["args"], **state["attributes"]}.items():
+                setattr(callback, name, value)
+
+    def put_back_losses(self) -> None:
+        """What was added up since they were logged, and in all."""
+        if self._saved is None:
+            return
+        trainer = self._trainer
+        latest, total, last_logged = self._saved["losses"]
+        if trainer.fleet_trial.rank == 0:
+            trainer._tr_loss.fill_(latest)
+            trainer._total_loss_scalar = total
+        trainer._globalstep_last_logged = last_logged
+        trainer._initial_global_step = 0
+        trainer.args.eval_on_start = False  # it was done
+        history = trainer.state.log_history
+        if history and "train_loss" in history[-1]:
+            history.pop()  # all was done, and that is said once more
+
+    def _callbacks(self) -> list[Any]:
+        trainer = self._trainer
+        everyone = [*trainer.callback_handler.callbacks, trainer.control]
+        return [callback for callback in everyone if isinstance(callback, ExportableState)]
+
+
+# -- data, and evaluation on all of the trial's devices -------------------------------------------
+
+
+_concat: Any = nested_concat
+_PADDING = -100  # what Transformers fills up logits and labels of unlike lengths with
+
+
+class Loader:
+    """What a Trainer takes for its DataLoader: this rank's share of each batch.
+
+    Args:
+        batch_size: That of the whole trial.
+        columns: Those that the model takes; None for all.
+
+    Attributes:
+        dataset: As long as the data set; nothing else.
+        shares: The shares of the batches that were read, until somebody clears it.
+    """
+
+    def __init__(
+        self,
+        trial: FleetTrial,
+        name: str,
+        batch_size: int,
+        *,
+        drop_last: bool,
+        columns: list[str] | None,
+    ) -> None:
+        self.batch_size = batch_size
+        self.shares: list[Share] = []
+        self._trial = trial
+        self._batches = trial.batches(name, batch_size, drop_last=drop_last)
+        self._columns = columns
+        self.dataset = range(trial.num_samples(name))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self.shares.append(self._trial.batch_share)
+            yield self._chosen(batch)
+
+    def _chosen(self, batch: Any) -> Any:
+        if self._columns is None or not isinstance(batch, Mapping):
+            return batch
+        return {name: value for name, value in batch.items() if name in self._columns}
+
+
+@dataclasses.dataclass(slots=True)
+class Part:
+    """A rank's part in the loss of a batch.
+
+    Attributes:
+        share: What the loss of its samples counts in that of all.
+        num_items: How many labels its samples have; None where that does not matter.
+    """
+
+    share: Any
+    num_items: torch.Tensor | None = None
+
+    @classmethod
+    def of_items(cls, num_items: torch.Tensor, total: torch.Tensor) -> Part:
+        """Of a mean over labels."""
+        return cls(num_items / total if total > 0 else torch.zeros_like(total), num_items)
+
+    def divisor(self, num_items_in_step: torch.Tensor) -> torch.Tensor:
+        """What a model divides its sum over labels by, given those of all batches of a step.
+
+        So the sum over the ranks of the losses times their shares is what it would be on one. A
+        model that returns a mean whatever it is given is right as well.
+        """
+        return num_items_in_step * self.share if self.share > 0 else torch.ones_like(self.share)
+
+
+class Outcome(NamedTuple):
+    """What `Trainer.prediction_step` has given for one batch, or a rank's share of it.
+
+    Attributes:
+        loss: Its mean loss.
+        weight: What that weighs among the shares of the batch.
+        num_rows: Number of samples.
+        kept: Logits, labels and inputs.
+    """
+
+    loss: torch.Tensor | None
+    weight: float
+    num_rows: int
+    kept: tuple[Any, Any, Any]
+
+    @classmethod
+    def merged(cls, parts: list[Outcome]) -> Outcome:
+        """That of a batch from those of its shares, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        weight = sum(part.weight for part in parts)
+        counting = [part for part in parts if part.weight] or parts
+        losses = [p.loss * (p.weight / weight) for p in counting if p.loss is not None]
+        kept = tuple(_concatenated(some) for some in zip(*(p.kept for p in parts), strict=True))
+        return cls(
+            loss=torch.stack(losses).sum() if losses else None,
+            weight=weight,
+            num_rows=sum(part.num_rows for part in parts),
+            kept=kept,
+        )
+
+
+def _concatenated(parts: tuple[Any, ...]) -> Any:
+    whole, *others = parts
+    for part in others if whole is not None else ():
+        whole = _concat(whole, part, padding_index=_PADDING)
+    return whole
+
+
+class Merged(dict[str, Any]):
+    """Stands for the inputs of a batch that all ranks have evaluated: `outcome` is there."""
+
+    outcome: Outcome
+
+
+class Evaluation:
+    """Evaluates each rank's share, and hands out whole batches with their outcomes.
+
+    Trainer's own loop goes over these as it does in one process. So metrics are computed of all
+    samples, in their order, on every rank.
+
+    Args:
+        step: Returns the loss, its weight (None: the number of samples), logits and labels.
+        main_input: Name of the inputs that Trainer looks at.
+        gradient_state: Accelerate's, which knows from whoever is read when a pass ends.
+
+    Attributes:
+        end_of_dataloader: The last batch was handed out.
+        remainder: Number of samples of the last batch if these are fewer than in others, else 0.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        step: Callable[[Any], tuple[Any, float | None, Any, Any]],
+        *,
+        main_input: str,
+        with_inputs: bool,
+        gradient_state: Any,
+    ) -> None:
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.dataset = loader.dataset
+        self._loader = loader
+        self._step = step
+        self._main_input = main_input
+        self._with_inputs = with_inputs
+        self._gradient_state = gradient_state
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Merged]:
+        self._gradient_state._add_dataloader(self)
+        try:
+            for number, outcome in enumerate(self._outcomes(), 1):
+                inputs = outcome.kept[2] if self._with_inputs else torch.empty(outcome.num_rows)
+                merged = Merged({self._main_input: inputs})
+                merged.outcome = outcome
+                if number == len(self):
+                    self.end_of_dataloader = True
+                    self.remainder = outcome.num_rows % self._loader.batch_size
+                yield merged
+        finally:
+            self._gradient_state._remove_dataloader(self)
+
+    def _outcomes(self) -> Iterator[Outcome]:
+        if self._loader._trial.world_size == 1:
+            for _, outcome in self._own():
+                yield outcome
+            return
+        everyone = gather({str(step): tuple(outcome) for step, outcome in self._own()})
+        for step in map(str, range(len(self))):
+            yield Outcome.merged([Outcome(*one[step]) for one in everyone if step in one])
+
+    def _own(self) -> Iterator[tuple[int, Outcome]]:
+        """This rank's, and of which step: it has none of batches that are too small for all."""
+        with torch.no_grad():
+            for number, inputs in enumerate(self._loader):
+                share = self._loader.shares.pop()
+                loss, weight, logits, labels = self._step(inputs)
+                outcome = Outcome(
+                    loss=None if loss is None else loss.detach().cpu(),
+                    weight=float(share.local_size if weight is None else weight),
+                    num_rows=share.local_size,
+                    kept=_on_cpu((logits, labels, self._inputs_in(inputs))),
+                )
+                is_last = share.global_size < self._loader.batch_size
+                yield (len(self) - 1 if is_last else number), outcome
+
+    def _inputs_in(self, inputs: Any) -> Any:
+        return inputs[self._main_input] if self._with_inputs else None
+
+
+def _on_cpu(data: Any) -> Any:
+    return map_tensors(data, lambda tensor: tensor.detach().cpu())
 
 
 # -- TrainingArguments ----------------------------------------------------------------------------
