@@ -35,7 +35,7 @@ from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader.batches import OpenedPass
+    from optuna_fleet.pipeline.reader.client import OpenedPass
 
 Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
 SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")

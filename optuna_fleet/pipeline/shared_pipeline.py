@@ -15,18 +15,21 @@ from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import data_options, limits
 from optuna_fleet.pipeline.exchange import scheme_of
-from optuna_fleet.pipeline.packed import PipelineSetup, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor import stages as staging
-from optuna_fleet.pipeline.preprocessor.payload import Payload
-from optuna_fleet.pipeline.preprocessor.source import Source, Stages
+from optuna_fleet.pipeline.preprocessor.payload import (
+    Payload,
+    PipelineSetup,
+    packed_part,
+    unpicklable,
+)
 from optuna_fleet.pipeline.reader.read_plan import Batches
-from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec, Source, Stages
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader.inline_client import InlineClient
+    from optuna_fleet.pipeline.pipeline_messages import PipelineStats
+    from optuna_fleet.pipeline.reader.client import InlineClient
     from optuna_fleet.pipeline.standalone import PipelineHandle, Session
-    from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
 Stage = Callable[[Any], Any]
@@ -115,7 +118,7 @@ class SharedPipeline:
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
         lengths = {
-            name: data_options.length_of(name, dataset, datasets, _options())
+            name: data_options.length_of(name, dataset, _options())
             for name, dataset in datasets.items()
         }
         check_number("shards", shards, least=1, most=10_000, whole=True)
@@ -237,7 +240,7 @@ class SharedPipeline:
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""
-        from optuna_fleet.pipeline.reader.inline_client import InlineClient
+        from optuna_fleet.pipeline.reader.client import InlineClient
 
         source = replace(self._source, generators=payload.generators_in(self._source))
         spec = self.spec()

@@ -28,12 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, PipelineLostError, ProtocolError
 from optuna_fleet.pipeline import limits, wire
-from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.pipeline_messages import AskForStats
+from optuna_fleet.pipeline.pipeline_messages import AskForStats, PipelineStats
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.spec import PipelineSpec
-from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import (
     Forks,
     ModuleProcess,
@@ -155,7 +154,7 @@ class PipelineReader:
 
     def iterate(self, plan: ReadPlan) -> Iterator[Any]:
         """Yields the data of each batch."""
-        from optuna_fleet.pipeline.reader.batches import read_batches
+        from optuna_fleet.pipeline.reader.client import read_batches
 
         self._check()
         try:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor import payload
-from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.pipeline.reader.inline_client import InlineClient
+from optuna_fleet.pipeline.reader.client import Batch, InlineClient
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.preflight.conditions import QuietNoise, in_double

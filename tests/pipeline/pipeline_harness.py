@@ -22,8 +22,9 @@ import torch
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange import Peers, Plan
-from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.read_plan import shard
 from optuna_fleet.pipeline.server import workers
@@ -31,7 +32,6 @@ from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS
 from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
 from optuna_fleet.pipeline.standalone import PipelineHandle
-from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import socket_pair
 
 __all__ = [

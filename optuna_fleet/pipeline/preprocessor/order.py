@@ -8,7 +8,7 @@ import operator
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.preprocessor.source import Generator, Source
-from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
+from optuna_fleet.pipeline.spec import DatasetSpec, Generator, PipelineSpec, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -212,14 +211,9 @@ def _checked(drawn: list[Any], spec: DatasetSpec) -> NDArray[np.int64]:
         indices = np.fromiter(map(operator.index, drawn), np.int64, len(drawn))
     except TypeError:
         odd = next(each for each in drawn if not hasattr(each, "__index__"))
-        hint = ""
-        if isinstance(odd, Iterable) and not isinstance(odd, str):
-            hint = (
-                " A batch sampler can't be used, as each trial has a batch size of its own: give "
-                "a sampler of single indices."
-            )
         raise FleetConfigError(
-            f"{whose} draws {odd!r:.60}, but must draw indices, of type int.{hint}"
+            f"{whose} draws {odd!r:.60}, but must draw single indices, of type int: each trial "
+            "has a batch size of its own."
         ) from None
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= spec.length:

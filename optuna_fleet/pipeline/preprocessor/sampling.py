@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.iterable import Stream
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, epoch_order
-from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.stages import comes_again
-from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
+from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec, Source
 
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
@@ -30,13 +27,6 @@ _BLOCK = 1 << 20
 
 _MOST_BLOCKS = 8
 """Of so many this process knows the positions: one for each epoch that is being made, usually."""
-
-_ASKED_MANAGER = (
-    " It was asked of a multiprocessing.Manager, which answers on the script's machine only, and "
-    "only while it runs: put what it holds into the data set, as a list, an array or a tensor."
-)
-
-_OURS = str(Path(__file__).parents[1])
 
 
 class SampleError(Exception):
@@ -306,23 +296,9 @@ def _rows(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
 
 
 def _error(what: str, error: BaseException) -> SampleError:
-    try:
-        text = str(error)
-    except Exception as raised:
-        text = f"(its text raised {type(raised).__name__})"
-    summary = f"{what} raised {type(error).__name__}: {text}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith("multiprocessing/managers.py") for frame in frames):
-        summary += _ASKED_MANAGER
-    lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__))
+    # Not by str(error), which may raise too.
+    said = "".join(traceback.format_exception_only(error)).strip()
+    summary, lines = f"{what} raised {said}", traceback.format_exception(error)
     return SampleError(
         ChunkError(summary=summary[:MAX_TEXT], traceback="".join(lines)[-MAX_TEXT:])
     )
-
-
-def _theirs(frames: TracebackType | None) -> TracebackType | None:
-    """Without our own frames at the top: the reader looks for the line in the data set."""
-    first = frames
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
-        frames = frames.tb_next
-    return frames or first

@@ -12,8 +12,7 @@ import numpy as np
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, check_samplers, watched
-from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
-from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.pipeline.spec import PipelineSpec, Source, Stages, called
 
 MAX_TRIES = 16
 """Samples that are tried, where one after another raises."""
@@ -59,7 +58,7 @@ def _problem(stages: Stages, tried: Sequence[tuple[Any, bool]], *, collates: boo
 
     ``tried`` is what was prepared in two epochs, and whether random numbers were drawn for it.
     """
-    from optuna_fleet.pipeline.chunks.chunk_view import copied
+    from optuna_fleet.pipeline.chunks.layout import copied
 
     what = "`prepare` gives" if stages.prepare else "dataset[index], without a `prepare`,"
     (prepared, drew), (again, _) = tried
@@ -86,7 +85,7 @@ def _problem(stages: Stages, tried: Sequence[tuple[Any, bool]], *, collates: boo
 def _is_elementwise(finish: Callable[[Any], Any] | None, sample: Any) -> bool:
     from torch.utils.data import default_collate
 
-    from optuna_fleet.pipeline.chunks.chunk_view import copied
+    from optuna_fleet.pipeline.chunks.layout import copied
 
     if finish is None:
         return True
@@ -145,7 +144,7 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
 
     They are compared as pickled, and, as pickles of the same may differ, by what is in them.
     """
-    from optuna_fleet.pipeline.chunks.pickling import dumps_outside
+    from optuna_fleet.pipeline.chunks.layout import dumps_outside
 
     try:
         before = copy.deepcopy(sample)  # making it again may write into it
