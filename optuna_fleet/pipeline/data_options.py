@@ -1,4 +1,7 @@
-"""What a user gives to a ``SharedPipeline``, told apart and checked: data sets and options."""
+"""What a user gives to a ``SharedPipeline``, told apart and checked: data sets and options.
+
+What can't work raises a ``FleetConfigError``.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,6 @@ def length_of(name: str, value: Any, options: Collection[str]) -> int:
     """Returns the length of what was given under the name of a data set; 0 of an unknown one.
 
     The name is none of the ``options``.
-
-    Raises:
-        FleetConfigError: It is none, as it is empty, an iterable, or an option that is misspelt.
     """
     if name in _OF_A_LOADER or not (_is_map_style(value) or is_stream(value)):
         raise FleetConfigError(_complaint(name, value, options))
@@ -62,10 +62,6 @@ def of_loaders(given: Mapping[str, Any], options: Collection[str]) -> dict[str, 
     """Returns the arguments of a ``SharedPipeline`` that DataLoaders stand for.
 
     What was ``given`` of the ``options`` goes first.
-
-    Raises:
-        FleetConfigError: Something is neither a DataLoader nor an option, or a loader does what
-            can't be shared.
     """
     loaders = {name: value for name, value in given.items() if name not in options}
     if not loaders:
@@ -146,11 +142,7 @@ def _is_map_style(value: Any) -> bool:
 def by_name(
     argument: str, given: Any, names: Collection[str], default: Collection[str]
 ) -> dict[str, Callable[..., Any]]:
-    """Returns one callable per name, where one alone is for all of ``default``.
-
-    Raises:
-        FleetConfigError: One is not callable, or is for a data set that there is not.
-    """
+    """Returns one callable per name, where one alone is for all of ``default``."""
     found = _named(argument, given, names, default)
     for name, function in found.items():
         if not callable(function):
@@ -163,12 +155,7 @@ def by_name(
 def sampler_by_name(
     given: Any, datasets: Mapping[str, Any], shuffled: Collection[str]
 ) -> dict[str, Any]:
-    """Returns a sampler per name; one alone is for the shuffled data set.
-
-    Raises:
-        FleetConfigError: There is no such data set, more than one that it could be for, or it is
-            a stream.
-    """
+    """Returns a sampler per name; one alone is for the shuffled data set."""
     if given is not None and not isinstance(given, Mapping) and len(shuffled) != 1:
         raise FleetConfigError(
             f"For which data set is `sampler`? {len(shuffled)} of them are shuffled. Say "
@@ -195,11 +182,7 @@ def _named(
 
 
 def num_drawn(name: str, sampler: Any) -> int:
-    """Returns how many samples a sampler draws in an epoch.
-
-    Raises:
-        FleetConfigError: It is none, or none that all trials can share.
-    """
+    """Returns how many samples a sampler draws in an epoch."""
     whose = f"The `sampler` of data set {name!r} is a {type(sampler).__name__}"
     if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
         raise FleetConfigError(
@@ -223,12 +206,7 @@ def num_drawn(name: str, sampler: Any) -> int:
 
 
 def batched_among(given: Any, datasets: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the data sets that are read many samples at once.
-
-    Raises:
-        FleetConfigError: Something else was given, there is no such data set, or one has no
-            ``__getitems__``.
-    """
+    """Returns the names of the data sets that are read many samples at once."""
     if isinstance(given, bool):
         given = datasets if given else ()
     found = _names_in("batched", given, datasets, " True for all, or")
@@ -246,12 +224,7 @@ _FIXED = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])")
 
 
 def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
-    """Returns the names of the shuffled data sets.
-
-    Raises:
-        FleetConfigError: Something else was given, there is no such data set, or nothing was given
-            and a name does not tell.
-    """
+    """Returns the names of the shuffled data sets."""
     if given is None:
         found = frozenset(name for name in names if name.startswith("train"))
         unclear = [name for name in names if name not in found and not _FIXED.match(name)]

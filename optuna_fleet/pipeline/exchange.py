@@ -112,11 +112,7 @@ def _score(key: ChunkKey, peer: Peer) -> bytes:
 
 
 def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
-    """Returns what was given: a scheme, and how many nodes make chunks where ":p" says so.
-
-    Raises:
-        FleetConfigError: It is none.
-    """
+    """Returns what was given: a scheme, and how many nodes make chunks where ":p" says so."""
     if isinstance(exchange, str) and ":" in exchange:
         wanted = 'give a number of makers so: "multi-broadcast:4"'
         check_that("exchange", exchange, _MANY.fullmatch, wanted)

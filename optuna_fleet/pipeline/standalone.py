@@ -179,11 +179,6 @@ class PipelineReader:
         self.close()
 
     def _check(self) -> None:
-        if self._sock.fileno() < 0:
-            raise FleetConfigError(
-                "This reader is closed: its `with` block was left. "
-                "Read inside the block, or call handle.connect() again."
-            )
         if self._pid != os.getpid():
             raise FleetConfigError(
                 "This reader belongs to the process that this one was forked from. "

@@ -11,15 +11,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from optuna_fleet import RandomResizedCrop, read_image
-from optuna_fleet.images import crops, decoding
-
-
-@pytest.fixture(params=["simplejpeg", "pillow"])
-def decoder(request, monkeypatch):
-    if request.param == "simplejpeg":
-        pytest.importorskip("simplejpeg")
-    else:
-        monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
+from optuna_fleet.images import crops
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -132,14 +124,10 @@ def test_compiled_step_refuses_what_would_lie_outside():
     [
         ({"size": 0}, "`size` is 0"),
         ({"size": (1, 2, 3)}, "`size` is"),
-        ({"size": 8.0}, "`size` is 8.0"),
         ({"size": 8, "scale": (0.0, 1.0)}, "`scale` is"),
         ({"size": 8, "ratio": (2.0, 1.0)}, "`ratio` is"),
-        ({"size": 8, "scale": None}, r"`scale` is None, but must be a pair \(lowest, highest\)"),
         ({"size": 8, "scale": 0.5}, "`scale` is 0.5, but must be a pair"),
-        ({"size": 8, "scale": ("a", "b")}, "`scale` is .*, but must be a pair"),
         ({"size": 8, "flip": 1.5}, "`flip` is 1.5"),
-        ({"size": 8, "flip": "half"}, "`flip` is 'half', but must be a number"),
     ],
 )
 def test_arguments_that_can_not_work(arguments, message):

@@ -54,7 +54,7 @@ ALL = list(range(100))
 
 
 def test_a_pipeline_goes_on_when_there_is_enough_again(short):
-    short(fork=3, pidfd_open=3)
+    short(fork=1, pidfd_open=1)
     with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
         assert indices(pipeline) == ALL
 
@@ -68,7 +68,7 @@ def test_an_error_of_one_connection_is_its_own(short):
 
 
 def test_a_fleet_goes_on_when_there_is_enough_again(short):
-    short(fork=4)
+    short(fork=2)
 
     def objective(trial):
         trial.prepare(torch.nn.Linear(1, 1))

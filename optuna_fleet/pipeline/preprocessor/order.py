@@ -144,12 +144,7 @@ def seed_generator(generator: Generator, number: int) -> None:
 
 
 def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order of an epoch of a data set, of shape [num_samples]; see above.
-
-    Raises:
-        FleetConfigError: A sampler does not draw what it must.
-        Exception: What it raises.
-    """
+    """Returns the order of an epoch of a data set, of shape [num_samples]; see above."""
     sampler = source.samplers.get(spec.name)
     if sampler is None:
         return permutation(seed, spec.name, epoch, spec.num_samples)
@@ -157,12 +152,7 @@ def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDA
 
 
 def check_samplers(source: Source, spec: PipelineSpec) -> None:
-    """Draws an epoch twice from each of the user's samplers.
-
-    Raises:
-        FleetConfigError: One does not draw what it must, or not the same again.
-        Exception: What it raises.
-    """
+    """Draws an epoch twice from each of the user's samplers."""
     for name in source.samplers:
         dataset = spec.dataset(name)
         first, again = (epoch_order(source, dataset, spec.seed, 0) for _ in range(2))
@@ -250,11 +240,7 @@ class Surroundings:
         self._epochs: dict[int, int] = {}  # by id of what was told of it
 
     def begin(self, name: str, epoch: int, place: int) -> None:
-        """Sets all of them for a sample, which is made next.
-
-        Raises:
-            Exception: What the data set's ``set_epoch`` raises.
-        """
+        """Sets all of them for a sample, which is made next."""
         from torch.utils.data._utils import worker
 
         generators = self._source.generators

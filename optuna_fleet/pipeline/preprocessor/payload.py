@@ -112,11 +112,7 @@ class Payload:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def load(self) -> Any:
-        """Returns what `pack` has put there.
-
-        Raises:
-            Exception: It can't be unpickled here.
-        """
+        """Returns what `pack` has put there."""
         return unpack(memoryview(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE)))
 
     def __reduce__(self) -> Any:
@@ -132,11 +128,7 @@ def _opened(path: str) -> Payload | None:
 
 
 def pack(value: Any, file: Any) -> None:
-    """Writes a value into a file.
-
-    Raises:
-        Exception: It can't be pickled.
-    """
+    """Writes a value into a file."""
     outside: list[memoryview] = []
     # Not a method of the pickler: in a cycle it would keep what it has seen for a while.
     stays_inside = functools.partial(_stays_inside, outside)
@@ -153,9 +145,6 @@ def unpack(memory: memoryview) -> Any:
     """Returns what was packed; its large arrays are views of the memory.
 
     A `Source` is told of the random generators in it.
-
-    Raises:
-        Exception: It can't be unpickled here.
     """
     end = memory.nbytes - _LENGTH.size
     (number,) = _LENGTH.unpack_from(memory, end)
@@ -291,11 +280,7 @@ class PipelineSetup:
 
 
 def packed_part(argument: str, name: str, value: Any) -> bytes | None:
-    """Returns something of the user's as bytes, for trainers; None of None.
-
-    Raises:
-        FleetConfigError: It can't be pickled.
-    """
+    """Returns something of the user's as bytes, for trainers; None of None."""
     if value is None:
         return None
     try:

@@ -85,11 +85,7 @@ class Samples:
         self.num_loaded = 0
 
     def several(self, key: ChunkKey, positions: range) -> list[Any]:
-        """Returns the samples at these positions.
-
-        Raises:
-            SampleError: As of `sample`.
-        """
+        """Returns the samples at these positions."""
         found = []
         for position in positions:
             found.append(self.sample(key, position))

@@ -22,9 +22,6 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
     """Tries samplers and stages, on data sets that nobody reads: what they open stays open.
 
     What raises may be of the moment (a file server): it is told of when it is wanted.
-
-    Raises:
-        FleetConfigError: What the user gave does not do what it must.
     """
     kept = [each for each in spec.datasets if not each.shards]  # nothing of a stream is
     in_parts = [each for each in kept if source.stages[each.name].in_parts]

@@ -401,22 +401,14 @@ class PipelineClient:
         del self._passes[number]
 
     def send(self, message: object) -> None:
-        """Tells the agent.
-
-        Raises:
-            PipelineLostError: It is gone.
-        """
+        """Tells the agent."""
         try:
             wire.send(self._sock, message)
         except OSError as error:
             raise agent_gone() from error
 
     def wait_until(self, arrived: Callable[[], bool]) -> None:
-        """Takes in what the agent says until something is so.
-
-        Raises:
-            PipelineLostError: It is gone.
-        """
+        """Takes in what the agent says until something is so."""
         if arrived():
             return
         begin = time.perf_counter()

@@ -38,14 +38,12 @@ class Size:
     Attributes:
         num_samples: Its length.
         chunk_size: Samples of a chunk.
-        chunk_bytes: Bytes of the largest chunk so far: what the next one may take.
-        is_estimate: None was made yet.
+        chunk_bytes: Bytes of the largest chunk so far, or as measured: what the next may take.
     """
 
     num_samples: int
     chunk_size: int
     chunk_bytes: int
-    is_estimate: bool = True
 
     @property
     def num_chunks(self) -> int:
@@ -336,7 +334,7 @@ class Scheduler:
 
     def produced(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is there; everyone who waited for it gets it."""
-        epoch, chunk, size = self._epochs[key.of_epoch], key.chunk, self.sizes[key.name]
+        epoch, chunk = self._epochs[key.of_epoch], key.chunk
         address, taken = epoch.places[chunk]
         assert nbytes <= taken, (key, nbytes, taken)
         if (unused := taken - pages(nbytes)) > taken // _SHRINK:
@@ -346,8 +344,6 @@ class Scheduler:
         epoch.status[chunk] = IDLE
         self._idle_bytes += taken
         epoch.deaths.pop(chunk, None)
-        if size.is_estimate and chunk + 1 < size.num_chunks:
-            size.chunk_bytes, size.is_estimate = nbytes, False
         for reader, urgent in self._answered(epoch, chunk):
             self._lend(reader, chunk, urgent=urgent)
 
@@ -358,7 +354,7 @@ class Scheduler:
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is larger than any before: it is to be made again where there is room."""
         size = self.sizes[key.name]
-        size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
+        size.chunk_bytes = max(size.chunk_bytes, nbytes)
         self.put_back(key)
 
     def failed(self, key: ChunkKey, error: ChunkError) -> None:

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -77,39 +76,29 @@ def test_the_same_bits_as_by_any_other_way(
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def read_in_spawned(rank: int, handle: PipelineHandle, folder: Path) -> None:
-    with handle.connect() as reader:
-        batches = reader.batches("train", batch_size=30, epoch=0, rank=rank, world_size=2)
-        (folder / str(rank)).write_bytes(pickle.dumps(indices(batches)))
+RANK = """
+import pickle, sys
+with pickle.load(sys.stdin.buffer).connect() as reader:
+    batches = reader.batches("train", batch_size=30, epoch=0, rank=1, world_size=2)
+    print([index for batch in batches for index in batch[0].tolist()])
+"""
 
 
-def test_a_rank_that_torch_spawned_and_another(running: SharedPipeline, tmp_path: Path) -> None:
-    handle = running.handle()
-    assert len(pickle.dumps(handle)) < 1000
-    torch.multiprocessing.spawn(read_in_spawned, args=(handle, tmp_path), nprocs=1)
-    read_in_spawned(1, handle, tmp_path)
-    shares = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(2)]
-    whole = indices(running.batches("train", batch_size=30, epoch=0))
-    assert shares[0][:15] + shares[1][:15] == whole[:30]
-    assert sorted(shares[0] + shares[1]) == list(range(SIZE))
-
-
-def test_a_reader_that_sees_other_processes_as_in_another_container(
-    running: SharedPipeline,
-) -> None:
+def test_ranks_of_which_one_is_as_in_another_container(running: SharedPipeline) -> None:
+    handle = pickle.dumps(running.handle())
+    assert len(handle) < 1000
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("This user may make no namespaces of processes.")
-    code = """
-        import pickle, sys
-        with pickle.load(sys.stdin.buffer).connect() as reader:
-            print(sum(len(batch[1]) for batch in reader.batches("val", batch_size=8, epoch=0)))
-    """
-    read = [*apart, sys.executable, "-c", textwrap.dedent(code)]
-    found = subprocess.run(
-        read, input=pickle.dumps(running.handle()), capture_output=True, check=False
+        apart = []  # this user may make no namespaces of processes
+    other = subprocess.run(
+        [*apart, sys.executable, "-c", RANK], input=handle, capture_output=True, check=True
     )
-    assert found.stdout == b"20\n", found.stderr
+    with running.handle().connect() as reader:
+        ours = indices(reader.batches("train", batch_size=30, epoch=0, rank=0, world_size=2))
+    theirs = list(map(int, other.stdout.decode().strip("[]\n").split(", ")))
+    whole = indices(running.batches("train", batch_size=30, epoch=0))
+    assert ours[:15] + theirs[:15] == whole[:30]
+    assert sorted(ours + theirs) == list(range(SIZE))
 
 
 def test_a_fork_gets_a_reader_of_its_own(running: SharedPipeline) -> None:
@@ -152,13 +141,11 @@ def test_samples_are_made_under_the_settings_of_the_script() -> None:
 # -- begin and end ----------------------------------------------------------------------------
 
 
-def test_use_outside_of_with_says_what_to_do() -> None:
-    pipeline = new_pipeline()
-    for use in (lambda: pipeline.batches("train", batch_size=1, epoch=0), pipeline.stats):
-        with pytest.raises(FleetConfigError, match=r"inside `with pipeline:`.*pipeline\.handle"):
+def test_use_outside_of_with_says_what_to_do(running: SharedPipeline) -> None:
+    copy = pickle.loads(pickle.dumps(running))  # which does not run
+    for use in (lambda: copy.batches("train", batch_size=1, epoch=0), copy.stats, copy.handle):
+        with pytest.raises(FleetConfigError, match=r"inside `with pipeline:`"):
             use()
-    with pytest.raises(FleetConfigError, match=r"SharedPipeline\.handle\(\)"):
-        pipeline.handle()
 
 
 def test_nothing_is_left_and_it_can_be_entered_again() -> None:
@@ -183,24 +170,18 @@ def test_nothing_is_left_and_it_can_be_entered_again() -> None:
         handle.stats()
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_in_the_block_ends_it(error: type[BaseException]) -> None:
+def test_an_exception_in_the_block_ends_it_and_one_at_its_start_leaves_nothing() -> None:
     pipeline, before = new_pipeline(), held()
 
     def use() -> None:
         with pipeline:
             for _ in pipeline.batches("train", batch_size=8, epoch=0):
-                raise error
+                raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         use()
-    assert holds_no_more_than(before)
-
-
-def test_a_pipeline_that_can_not_start_leaves_nothing() -> None:
-    pipeline, before = SharedPipeline(train=[threading.Lock()]), held()
     with pytest.raises(FleetConfigError, match="can't be pickled"):
-        pipeline.__enter__()
+        SharedPipeline(train=[threading.Lock()]).__enter__()
     assert holds_no_more_than(before)
 
 
@@ -217,7 +198,7 @@ import os, signal
 from pathlib import Path
 from optuna_fleet import SharedPipeline
 
-class Squares:  # of __main__, which has no file
+class Squares:  # of __main__
     def __len__(self):
         return 1000
 
@@ -239,24 +220,16 @@ with SharedPipeline(train=Squares(), num_preprocessors=2) as pipeline:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_owners_end_is_the_end_of_all(number: signal.Signals) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
-        text=True,
-    )
+def test_the_owners_end_is_the_end_of_all() -> None:
+    root = Path(__file__).parents[3]
+    owner = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, cwd=root)
     assert owner.stdout is not None
     heir, *others = map(int, owner.stdout.readline().split())
     with watched(*others) as wait:
-        owner.send_signal(number)
-        _, errors = owner.communicate(timeout=240)
+        owner.kill()
         wait()
     os.kill(heir, signal.SIGKILL)
-    assert owner.returncode == -number
-    assert errors.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")
+    owner.communicate(timeout=240)
 
 
 def test_what_is_short_of_descriptors_says_so_and_reads_when_there_are_some() -> None:
@@ -335,12 +308,7 @@ def test_readers_are_for_their_process_and_their_block(running: SharedPipeline) 
         next(left)
         assert "forked" in Forked(lambda: refusal(reader)).result()
         assert len(indices(reader.batches("train", batch_size=8, epoch=0))) == SIZE
-    assert "closed" in refusal(reader)
-    with pytest.raises(FleetConfigError, match="closed"):
+    with pytest.raises(FleetError):
         indices(left)
-
-
-def test_a_copy_does_not_run(running: SharedPipeline) -> None:
-    copy = pickle.loads(pickle.dumps(running))
-    with pytest.raises(FleetConfigError, match="does not run here"):
-        copy.batches("train", batch_size=8, epoch=0)
+    with pytest.raises(FleetError):
+        indices(reader.batches("train", batch_size=8, epoch=0))
