@@ -23,7 +23,6 @@ from optuna_fleet.pipeline.preprocessor.payload import (
     packed_part,
     unpicklable,
 )
-from optuna_fleet.pipeline.reader.read_plan import Batches
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec, Source, Stages
 
 if TYPE_CHECKING:
@@ -271,8 +270,8 @@ class SharedPipeline:
 
         if self._session is not None:
             raise FleetConfigError(
-                "This SharedPipeline runs already: one `with` block at a time. Other processes "
-                "and threads read it by `pipeline.handle()`; two pipelines are two objects."
+                "This SharedPipeline runs already: one `with` block at a time. All read it by "
+                "`pipeline.handle()`; two pipelines are two objects."
             )
         self._session = Session(self)
         return self
@@ -281,26 +280,8 @@ class SharedPipeline:
         session, self._session = self._running("__exit__"), None
         session.close()
 
-    def batches(self, name: str, *, batch_size: int, epoch: int, **more: Any) -> Batches[Any]:
-        """Returns the batches of one epoch, in this process; only inside ``with pipeline:``.
-
-        Args:
-            name: The data set.
-            batch_size: Samples per batch.
-            epoch: From 0. A data set that is not shuffled is the same in all of them.
-            **more: As for ``PipelineReader.batches``: rank, world_size, drop_last, first_step,
-                continues.
-
-        Raises:
-            FleetConfigError: An argument can't work, or the pipeline does not run.
-        """
-        reader = self._running("batches").reader
-        found = reader().batches(name, batch_size=batch_size, epoch=epoch, **more)
-        # Whoever iterates may be another thread than this one.
-        return Batches(found.plan, lambda plan: reader().iterate(plan))
-
     def handle(self) -> PipelineHandle:
-        """Returns what other processes need to read: ``with handle.connect() as reader: ...``."""
+        """Returns what any process needs to read: ``with handle.connect() as reader: ...``."""
         return self._running("handle").handle
 
     def stats(self) -> PipelineStats:

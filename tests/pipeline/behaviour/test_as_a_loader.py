@@ -12,6 +12,7 @@ import pytest
 import torch
 from pipeline_datasets import COUNTS, GENERATORS, SWITCH, Made
 from pipeline_harness import draw, everywhere, samples, serving
+from standalone_harness import read
 from torch.utils.data import ConcatDataset, Subset, get_worker_info
 
 from optuna_fleet import FleetConfigError, SharedPipeline
@@ -221,9 +222,9 @@ def test_data_sets_are_informed_as_by_the_one_worker() -> None:
     part = Subset(Informed(), range(40))
     found = everywhere({"train": Informed(), "val": Informed(), "train_part": part})
     (first, later), (val, _), (some, _) = found.values()
-    for read in (first + later + val, some):
-        assert {sample[1:3] for sample in read} == {(0, 1)}
-        assert len({sample[4] for sample in read}) == len(read)
+    for each in (first + later + val, some):
+        assert {sample[1:3] for sample in each} == {(0, 1)}
+        assert len({sample[4] for sample in each}) == len(each)
 
     def prepare(index: int) -> Any:
         return index, get_worker_info().num_workers
@@ -363,6 +364,5 @@ def noisy(index: int) -> int:
 
 def test_unseeded_augmentation_is_told_of_in_the_log(capfd: Any) -> None:
     with SharedPipeline(train=Numbered(), augment=noisy, num_preprocessors=1) as pipeline:
-        for _ in pipeline.batches("train", batch_size=7, epoch=0):
-            pass
+        read(pipeline)
     assert capfd.readouterr().err.count("'train' came out otherwise") == 1

@@ -25,6 +25,7 @@ from standalone_harness import (
     holds_no_more_than,
     indices,
     new_pipeline,
+    read,
     server_of,
     watched,
 )
@@ -68,12 +69,13 @@ def test_the_same_bits_as_by_any_other_way(
     running: SharedPipeline, arguments: dict[str, Any]
 ) -> None:
     arguments = {"name": "train", **arguments}
-    batches = running.batches(**arguments)
     expected = [batch.data for batch in running.inline().read(**arguments)]
-    assert len(batches) == len(expected)
-    for _ in range(2):
-        for ours, theirs in zip(batches, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    with running.handle().connect() as reader:
+        batches = reader.batches(**arguments)
+        assert len(batches) == len(expected)
+        for _ in range(2):
+            for ours, theirs in zip(batches, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 RANK = """
@@ -93,28 +95,20 @@ def test_ranks_of_which_one_is_as_in_another_container(running: SharedPipeline) 
     other = subprocess.run(
         [*apart, sys.executable, "-c", RANK], input=handle, capture_output=True, check=True
     )
-    with running.handle().connect() as reader:
-        ours = indices(reader.batches("train", batch_size=30, epoch=0, rank=0, world_size=2))
+    ours = indices(read(running, batch_size=30, rank=0, world_size=2))
     theirs = list(map(int, other.stdout.decode().strip("[]\n").split(", ")))
-    whole = indices(running.batches("train", batch_size=30, epoch=0))
+    whole = indices(read(running))
     assert ours[:15] + theirs[:15] == whole[:30]
     assert sorted(ours + theirs) == list(range(SIZE))
-
-
-def test_a_fork_gets_a_reader_of_its_own(running: SharedPipeline) -> None:
-    mine = iter(running.batches("train", batch_size=30, epoch=0))
-    begun = indices([next(mine)])
-    theirs = Forked(lambda: indices(running.batches("train", batch_size=30, epoch=0))).result()
-    assert begun + indices(mine) == theirs
 
 
 def test_threads_read_at_once(running: SharedPipeline) -> None:
     seen: dict[int, list[int]] = {}
 
-    def read(epoch: int) -> None:
-        seen[epoch] = indices(running.batches("train", batch_size=8, epoch=epoch))
+    def see(epoch: int) -> None:
+        seen[epoch] = indices(read(running, epoch=epoch))
 
-    threads = [threading.Thread(target=read, args=(epoch,)) for epoch in range(3)]
+    threads = [threading.Thread(target=see, args=(epoch,)) for epoch in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -133,7 +127,7 @@ def test_samples_are_made_under_the_settings_of_the_script() -> None:
             torch.set_default_dtype(torch.float32)
     with contextlib.ExitStack() as stack:
         stack.push(pipeline.__exit__)
-        ((thirds, devices, errors),) = pipeline.batches("train", batch_size=2, epoch=0)
+        ((thirds, devices, errors),) = read(pipeline)
     assert thirds.tolist() == [1 / 3, 1 / 3]
     assert (list(devices), list(errors)) == (["cpu"] * 2, ["raise"] * 2)
 
@@ -143,7 +137,7 @@ def test_samples_are_made_under_the_settings_of_the_script() -> None:
 
 def test_use_outside_of_with_says_what_to_do(running: SharedPipeline) -> None:
     copy = pickle.loads(pickle.dumps(running))  # which does not run
-    for use in (lambda: copy.batches("train", batch_size=1, epoch=0), copy.stats, copy.handle):
+    for use in (copy.stats, copy.handle):
         with pytest.raises(FleetConfigError, match=r"inside `with pipeline:`"):
             use()
 
@@ -155,7 +149,7 @@ def test_nothing_is_left_and_it_can_be_entered_again() -> None:
     for _ in range(2):
         with pipeline:
             handle, server = pipeline.handle(), server_of(pipeline)
-            indices(pipeline.batches("val", batch_size=8, epoch=0))
+            read(pipeline, "val")
             preprocessors = children_of(server)
             assert preprocessors
             handle.connect().close()
@@ -174,8 +168,8 @@ def test_an_exception_in_the_block_ends_it_and_one_at_its_start_leaves_nothing()
     pipeline, before = new_pipeline(), held()
 
     def use() -> None:
-        with pipeline:
-            for _ in pipeline.batches("train", batch_size=8, epoch=0):
+        with pipeline, pipeline.handle().connect() as reader:
+            for _ in reader.batches("train", batch_size=8, epoch=0):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -188,9 +182,9 @@ def test_an_exception_in_the_block_ends_it_and_one_at_its_start_leaves_nothing()
 def test_a_fork_that_leaves_the_block_ends_nothing() -> None:
     with contextlib.ExitStack() as stack:
         pipeline = stack.enter_context(new_pipeline())
-        indices(pipeline.batches("val", batch_size=8, epoch=0))
+        read(pipeline, "val")
         Forked(stack.close).result()
-        assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
+        assert len(indices(read(pipeline))) == SIZE
 
 
 SCRIPT = """
@@ -205,9 +199,10 @@ class Squares:  # of __main__
     def __getitem__(self, index):
         return index * index
 
-with SharedPipeline(train=Squares(), num_preprocessors=2) as pipeline:
+pipeline = SharedPipeline(train=Squares(), num_preprocessors=2)
+with pipeline, pipeline.handle().connect() as reader:
     for epoch in range(10**9):
-        for batch in pipeline.batches("train", batch_size=10, epoch=epoch):
+        for batch in reader.batches("train", batch_size=10, epoch=epoch):
             assert all(int(x) ** 0.5 % 1 == 0 for x in batch)
         if epoch == 2:
             server = pipeline._session.server_pid
@@ -233,7 +228,7 @@ def test_the_owners_end_is_the_end_of_all() -> None:
 
 
 def test_what_is_short_of_descriptors_says_so_and_reads_when_there_are_some() -> None:
-    def read(handle: PipelineHandle) -> list[int]:
+    def see(handle: PipelineHandle) -> list[int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
         taken: list[int] = []
         with contextlib.suppress(OSError):
@@ -250,22 +245,20 @@ def test_what_is_short_of_descriptors_says_so_and_reads_when_there_are_some() ->
         return indices(reader.batches("val", batch_size=8, epoch=0))
 
     with new_pipeline() as pipeline:
-        seen = Forked(lambda: read(pipeline.handle())).result()
+        seen = Forked(lambda: see(pipeline.handle())).result()
     assert sorted(seen) == list(range(20))
 
 
 def test_a_killed_server_is_reported_to_all_readers() -> None:
     pipeline, before = new_pipeline(), held()
     with pipeline:
-        batches = iter(pipeline.batches("train", batch_size=8, epoch=0))
-        kept = next(batches)[0]
         reader = pipeline.handle().connect()
+        batches = iter(reader.batches("train", batch_size=8, epoch=0))
+        kept = next(batches)[0]
         with watched(server_of(pipeline), *children_of(server_of(pipeline))) as wait:
             os.kill(server_of(pipeline), signal.SIGKILL)
             wait()
         assert len(kept.unique()) == 8  # what was read stays
-        with pytest.raises(FleetError, match=r"ended with signal SIGKILL.*again"):
-            indices(pipeline.batches("train", batch_size=8, epoch=7))
         with pytest.raises(FleetError, match="gone"):
             indices(reader.batches("train", batch_size=8, epoch=7))
         with pytest.raises(FleetError, match="runs no more"):
@@ -275,7 +268,7 @@ def test_a_killed_server_is_reported_to_all_readers() -> None:
         batches.close()
     assert holds_no_more_than(before)
     with pipeline:
-        assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
+        assert len(indices(read(pipeline))) == SIZE
 
 
 # -- misuse -----------------------------------------------------------------------------------
@@ -294,7 +287,7 @@ def test_arguments_that_can_not_work(
     running: SharedPipeline, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FleetConfigError, match=message):
-        running.batches(**{"name": "train", "batch_size": 8, "epoch": 0, **arguments})
+        read(running, **arguments)
 
 
 def test_readers_are_for_their_process_and_their_block(running: SharedPipeline) -> None:
