@@ -102,13 +102,12 @@ class Samples:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
         spec, source = self._specs[key.name], self._sources()  # its errors are none of the sample
-        place = self._place(spec, key.epoch, position)
-        reads_at: int | None = position  # None: the sample is not at its own position
         may_skip = self._spec.on_error == "skip" and not spec.shards
         num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
+            (place,) = self._places(spec, key.epoch, range(position, position + 1))
             try:
-                return self._made(spec, source, key.epoch, place, reads_at, use_store)
+                return self._made(spec, source, key.epoch, position, place, use_store)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
@@ -119,11 +118,7 @@ class Samples:
                     raise failure from error
                 self.skipped.append(place % spec.length)
                 self.complaint = self.complaint or failure.error
-            if spec.sampled:  # the next of those that are drawn, or of the data set
-                reads_at = position = (position + 1) % spec.num_samples
-                place = self._place(spec, key.epoch, position)
-            else:
-                place, reads_at = (place + 1) % spec.length, None
+            position = (position + 1) % spec.num_samples
         raise AssertionError
 
     def rows(self, key: ChunkKey, positions: range) -> list[torch.Tensor] | None:
@@ -156,10 +151,6 @@ class Samples:
         del self.skipped[num_skipped:]
         return found
 
-    def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
-        (place,) = self._places(spec, epoch, range(position, position + 1))
-        return place
-
     def _places(self, spec: DatasetSpec, epoch: int, positions: range) -> list[int]:
         """The numbers of samples in the order of an epoch, see `epoch_order`."""
         if not spec.has_order:
@@ -184,8 +175,8 @@ class Samples:
         spec: DatasetSpec,
         source: Source,
         epoch: int,
+        position: int,
         place: int,
-        position: int | None,
         use_store: bool,
     ) -> Any:
         assert self._around is not None
@@ -196,7 +187,7 @@ class Samples:
             self.num_loaded += 1
             (sample,) = loaded
         else:
-            found = [] if position is None else self._read(spec, source, epoch, position)
+            found = self._read(spec, source, epoch, position)
             if not found or stages.prepare is not None:
                 seed()
             sample = found[0] if found else source.datasets[spec.name][index]

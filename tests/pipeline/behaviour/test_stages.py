@@ -212,7 +212,7 @@ def test_a_first_sample_that_is_skipped_does_not_spoil_the_others():
     with serving(pipeline) as agent:
         for epoch in range(2):
             (batch,) = agent.client().read("train", epoch=epoch, batch_size=N, continues=True)
-            assert sorted(batch.data[1].tolist()) == [3, 3, 3, *range(3, N)]
+            assert {*batch.data[1].tolist()} == {*range(3, N)}
 
 
 def test_a_store_that_is_too_small_keeps_what_it_can(plain):
