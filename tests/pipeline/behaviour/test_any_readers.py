@@ -98,7 +98,7 @@ def kill_one(agent: Agent) -> int:
     num_preprocessors=st.integers(1, 3),
     spilled=st.booleans(),
 )
-@settings(max_examples=25, database=None)
+@settings(max_examples=20, database=None)
 def test_every_reader_gets_its_epoch_whatever_the_others_do(
     data, n, memory_bytes, num_preprocessors, spilled, tmp_path_factory
 ):
