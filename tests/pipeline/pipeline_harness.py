@@ -45,6 +45,7 @@ __all__ = [
     "everywhere",
     "labels",
     "permutation",
+    "plain",
     "samples",
     "serving",
     "shard",
