@@ -15,7 +15,7 @@ from torch import nn
 
 from optuna_fleet import Limits, LocalCluster
 from optuna_fleet.events import RateMeasured
-from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.client import Batch
 from optuna_fleet.trainer.data.feed import feed
 from tests.fleets import Leg, fleet_of, small_model, train
 

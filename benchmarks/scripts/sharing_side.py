@@ -100,8 +100,9 @@ def ours(request: dict[str, Any]) -> Iterator[tuple[Callable[[Trial], Opened], A
 
     with pipeline:
         handle = pipeline.handle()
-        for _ in pipeline.batches("warm", batch_size=32, epoch=0):  # starts the preprocessors
-            pass
+        with handle.connect() as reader:  # starts the preprocessors
+            for _ in reader.batches("warm", batch_size=32, epoch=0):
+                pass
         before = pipeline.stats().preprocessed
         yield opened, lambda: pipeline.stats().preprocessed - before
 

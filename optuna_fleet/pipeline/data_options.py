@@ -1,4 +1,7 @@
-"""What a user gives to a ``SharedPipeline``, told apart and checked: data sets and options."""
+"""What a user gives to a ``SharedPipeline``, told apart and checked: data sets and options.
+
+What can't work raises a ``FleetConfigError``.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,20 @@ _OF_A_LOADER = {
     "batch_size": "it is given to trial.batches(name, batch_size=...)",
     "drop_last": "it is given to trial.batches(name, drop_last=True)",
     "shuffle": "`shuffled` takes the names of the data sets that get a new order in every epoch",
-    "num_workers": "`num_preprocessors` is the most there may be; left out, there are as many as "
-    "trials need",
-    "batch_sampler": "each trial has a batch size of its own, which it gives to "
-    "trial.batches(name, batch_size=...); `sampler` takes a sampler of "
-    "single indices, whose order all trials share",
-    "pin_memory": "batches for a GPU always pass through pinned memory",
-    "prefetch_factor": "how much is preprocessed in advance follows from `memory_bytes`",
-    "generator": "`seed` decides on order and augmentation",
-    "worker_init_fn": "torch, NumPy and random are seeded before each sample, from `seed`; what "
-    "each process needs for itself (open files, connections, libraries' threads) a data set sets "
-    "up in __setstate__, which is called once in each of them, or at its first __getitem__",
-    "weights": "`sampler=torch.utils.data.WeightedRandomSampler(weights, num_samples)` draws by "
-    "them",
-    "transform": "a data set has its own, or give `prepare` and `augment`",
+    "num_workers": "`num_preprocessors` is the most there may be",
+    "batch_sampler": "each trial has a batch size of its own; `sampler` takes a sampler of single "
+    "indices, whose order all trials share",
+    "worker_init_fn": "each sample is seeded, from `seed`; what each process needs for itself a "
+    "data set sets up in __setstate__, which is called once in each of them",
 }
-_OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
 
 
-def length_of(name: str, value: Any, names: Collection[str], options: Collection[str]) -> int:
+def length_of(name: str, value: Any, options: Collection[str]) -> int:
     """Returns the length of what was given under the name of a data set; 0 of an unknown one.
 
-    It is one of the ``names`` of all data sets, and none of the ``options``.
-
-    Raises:
-        FleetConfigError: It is none, as it is empty, an iterable, or an option that is misspelt.
+    The name is none of the ``options``.
     """
-    if name in _OF_A_LOADER or not (_is_map_style(value, names) or is_stream(value)):
+    if name in _OF_A_LOADER or not (_is_map_style(value) or is_stream(value)):
         raise FleetConfigError(_complaint(name, value, options))
     try:
         length = len(value)
@@ -65,17 +55,13 @@ def is_stream(value: Any) -> bool:
     """Returns whether a data set is read in order: it is torch's ``IterableDataset``."""
     data = sys.modules.get("torch.utils.data")
     is_one = data is not None and isinstance(value, data.IterableDataset)
-    return is_one and not _is_map_style(value, ())
+    return is_one and not _is_map_style(value)
 
 
 def of_loaders(given: Mapping[str, Any], options: Collection[str]) -> dict[str, Any]:
     """Returns the arguments of a ``SharedPipeline`` that DataLoaders stand for.
 
     What was ``given`` of the ``options`` goes first.
-
-    Raises:
-        FleetConfigError: Something is neither a DataLoader nor an option, or a loader does what
-            can't be shared.
     """
     loaders = {name: value for name, value in given.items() if name not in options}
     if not loaders:
@@ -111,18 +97,15 @@ def _check_loader(name: str, loader: Any, options: Collection[str]) -> None:
             f"`{name}` is of type {type(loader).__name__}, but from_dataloader() takes "
             f"DataLoaders by name, and options of a SharedPipeline{hint or '.'}"
         )
-    if not (_is_map_style(loader.dataset, ()) or is_stream(loader.dataset)):
-        raise FleetConfigError(_complaint(name, loader.dataset, options))
     batches = sys.modules["torch.utils.data"].BatchSampler
     for what, is_there in (
-        ("batch_sampler", type(loader.batch_sampler) is not batches),
+        ("batch_sampler", type(loader.batch_sampler) is not batches),  # or batch_size=None
         ("worker_init_fn", loader.worker_init_fn is not None),
     ):
         if is_there:
-            how = " (or batch_size=None)" if what == "batch_sampler" else ""
             raise FleetConfigError(
-                f"The DataLoader of {name!r} has a `{what}` of its own{how}, which can't be "
-                f"shared: {_OF_A_LOADER[what]}."
+                f"The DataLoader of {name!r} has a `{what}` of its own, which can't be shared: "
+                f"{_OF_A_LOADER[what]}."
             )
 
 
@@ -133,89 +116,46 @@ def _is_loader(value: Any) -> bool:
 def _complaint(name: str, value: Any, options: Collection[str]) -> str:
     elsewhere = _OF_A_LOADER.get(name)
     hint = f": {elsewhere}." if elsewhere else did_you_mean(name, options)
-    needed = "a map-style data set, with len(dataset) and dataset[index]"
     if _is_loader(value):
-        return (
-            f"Data set {name!r} is a DataLoader, but must be {needed}: give "
-            f"SharedPipeline.from_dataloader({name}=loader), and its batch size to "
-            f"trial.batches({name!r}, batch_size=...)."
-        )
-    if not hint and name.startswith(("train", "val", "test", "eval")) and _is_no_data(value):
-        return f"Data set {name!r} is {value!r:.60}, but must be {needed}."
-    if hint or _is_no_data(value):
+        hint = f": give SharedPipeline.from_dataloader({name}=loader)."
+    needed = (
+        "map-style data sets, with len(dataset) and dataset[index], or streams, each a "
+        "torch.utils.data.IterableDataset"
+    )
+    if hint or callable(value) or isinstance(value, _NO_DATA):
         return (
             f"`{name}` is no option of a SharedPipeline{hint or '.'} Its other keywords are "
-            "map-style data sets, with len(dataset) and dataset[index], and "
-            f"{value!r:.60} is none."
+            f"{needed}, and {value!r:.60} is none."
         )
-    return (
-        f"Data set {name!r} is of type {type(value).__name__}, but a SharedPipeline needs "
-        f"{needed}, or a stream, which is a torch.utils.data.IterableDataset: its __iter__ begins "
-        "anew for each epoch, and for each of its shards."
-    )
+    return f"Data set {name!r} is of type {type(value).__name__}, but must be one of {needed}."
 
 
-def _is_no_data(value: Any) -> bool:
-    return callable(value) or isinstance(value, _NO_DATA)
-
-
-def _is_map_style(value: Any, names: Collection[str]) -> bool:
-    if isinstance(value, (str, bytes, type)) or not hasattr(value, "__len__"):
+def _is_map_style(value: Any) -> bool:
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "__len__"):
         return False
-    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value):
-        return not set(value) <= set(names)  # names of data sets: an option that is misspelt
-    return _has_getitem(value) and (not isinstance(value, Mapping) or _has_first(value))
-
-
-def _has_first(value: Mapping[Any, Any]) -> bool:
-    try:
-        return not value or 0 in value
-    except TypeError:  # h5py's files
-        return False
-
-
-def _has_getitem(dataset: Any) -> bool:
     # What torch's Dataset has only raises, and an IterableDataset with a length inherits it.
     data = sys.modules.get("torch.utils.data")  # not loaded: no data set is of these classes
     stub = getattr(getattr(data, "Dataset", None), "__getitem__", None)
-    return getattr(type(dataset), "__getitem__", None) not in (None, stub)
+    return getattr(type(value), "__getitem__", None) not in (None, stub)
 
 
 def by_name(
     argument: str, given: Any, names: Collection[str], default: Collection[str]
 ) -> dict[str, Callable[..., Any]]:
-    """Returns one callable per name, where one alone is for all of ``default``.
-
-    Raises:
-        FleetConfigError: One is not callable, or is for a data set that there is not.
-    """
+    """Returns one callable per name, where one alone is for all of ``default``."""
     found = _named(argument, given, names, default)
     for name, function in found.items():
         if not callable(function):
             raise FleetConfigError(
-                f"The {argument} of data set {name!r} is {function!r}, but must be callable: "
-                f"{_PURPOSES[argument]}."
+                f"The {argument} of data set {name!r} is {function!r}, but must be callable."
             )
     return found
-
-
-_PURPOSES = {
-    "collate_fn": "it makes a batch from a list of samples",
-    "prepare": "it does with dataset[index] what is the same in every epoch",
-    "augment": "it does with a prepared sample what is random",
-    "finish": "it makes the elementwise end of a sample, or of a batch",
-}
 
 
 def sampler_by_name(
     given: Any, datasets: Mapping[str, Any], shuffled: Collection[str]
 ) -> dict[str, Any]:
-    """Returns a sampler per name; one alone is for the shuffled data set.
-
-    Raises:
-        FleetConfigError: There is no such data set, more than one that it could be for, or it is
-            a stream.
-    """
+    """Returns a sampler per name; one alone is for the shuffled data set."""
     if given is not None and not isinstance(given, Mapping) and len(shuffled) != 1:
         raise FleetConfigError(
             f"For which data set is `sampler`? {len(shuffled)} of them are shuffled. Say "
@@ -242,19 +182,13 @@ def _named(
 
 
 def num_drawn(name: str, sampler: Any) -> int:
-    """Returns how many samples a sampler draws in an epoch.
-
-    Raises:
-        FleetConfigError: It is none, or none that all trials can share.
-    """
+    """Returns how many samples a sampler draws in an epoch."""
     whose = f"The `sampler` of data set {name!r} is a {type(sampler).__name__}"
     if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
         raise FleetConfigError(
             f"{whose}, which draws one rank's share. Leave it out: trial.batches divides each "
             "batch among the trial's devices, however many these are at the time."
         )
-    if hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last"):
-        raise FleetConfigError(f"{whose}, but {_OF_A_LOADER['batch_sampler']}.")
     try:
         number = len(sampler)
         is_sampler = hasattr(sampler, "__iter__") and not isinstance(sampler, (str, bytes))
@@ -272,12 +206,7 @@ def num_drawn(name: str, sampler: Any) -> int:
 
 
 def batched_among(given: Any, datasets: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the data sets that are read many samples at once.
-
-    Raises:
-        FleetConfigError: Something else was given, there is no such data set, or one has no
-            ``__getitems__``.
-    """
+    """Returns the names of the data sets that are read many samples at once."""
     if isinstance(given, bool):
         given = datasets if given else ()
     found = _names_in("batched", given, datasets, " True for all, or")
@@ -295,12 +224,7 @@ _FIXED = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])")
 
 
 def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
-    """Returns the names of the shuffled data sets.
-
-    Raises:
-        FleetConfigError: Something else was given, there is no such data set, or nothing was given
-            and a name does not tell.
-    """
+    """Returns the names of the shuffled data sets."""
     if given is None:
         found = frozenset(name for name in names if name.startswith("train"))
         unclear = [name for name in names if name not in found and not _FIXED.match(name)]

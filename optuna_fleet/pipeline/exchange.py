@@ -35,7 +35,7 @@ from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader.batches import OpenedPass
+    from optuna_fleet.pipeline.reader.client import OpenedPass
 
 Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
 SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")
@@ -112,11 +112,7 @@ def _score(key: ChunkKey, peer: Peer) -> bytes:
 
 
 def scheme_of(exchange: Any) -> tuple[Scheme, int | None]:
-    """Returns what was given: a scheme, and how many nodes make chunks where ":p" says so.
-
-    Raises:
-        FleetConfigError: It is none.
-    """
+    """Returns what was given: a scheme, and how many nodes make chunks where ":p" says so."""
     if isinstance(exchange, str) and ":" in exchange:
         wanted = 'give a number of makers so: "multi-broadcast:4"'
         check_that("exchange", exchange, _MANY.fullmatch, wanted)

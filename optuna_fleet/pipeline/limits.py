@@ -39,11 +39,7 @@ and saves less."""
 
 
 def budget(memory_bytes: int | None, spill_dir: str | None) -> int:
-    """Returns how many bytes of preprocessed data this machine may have, of what was asked for.
-
-    Raises:
-        FleetConfigError: It does not have that.
-    """
+    """Returns how many bytes of preprocessed data this machine may have, of what was asked for."""
     if spill_dir is None:
         free, part, where = available_bytes(), 4, "of memory are available here"
     else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from optuna_fleet.pipeline.exchange import Peer
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -203,7 +203,6 @@ class ChunkProduced:
         key: The chunk.
         nbytes: The bytes that it takes.
         num_samples: Its samples.
-        busy_s: Seconds it took to make; 0 if another node has made it.
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
@@ -212,7 +211,6 @@ class ChunkProduced:
     key: ChunkKey
     nbytes: int
     num_samples: int
-    busy_s: float = 0.0
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
@@ -240,3 +238,101 @@ class ChunkNotProduced:
 
     key: ChunkKey
     error: ChunkError
+
+
+# What the pipeline of a node has done
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineStats:
+    """What the pipeline of one node has done so far. Its server counts in one; others get copies.
+
+    The times are sums; those in which nobody reads are left out.
+
+    Attributes:
+        preprocessed: Samples preprocessed, repetitions included.
+        consumed: Samples that trials consumed, as reported with each chunk.
+        resident_bytes: Bytes of preprocessed data now, in memory or in the ``spill_dir``.
+        peak_bytes: The most that it has been, on any one node.
+        num_dropped: Chunks dropped to make room, or as nobody would come to them.
+        num_lost: Preprocessors that died.
+        repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
+        num_loaded: Samples whose beginning came from the decoded store.
+        num_received: Samples that other nodes preprocessed.
+        num_skipped: Samples that raised and whose place others took, in all epochs.
+        lent_bytes: Bytes of ``resident_bytes`` that readers hold, which can't be dropped.
+        decoded_bytes: Bytes of ``resident_bytes`` in the decoded store.
+        active_s: Seconds in which somebody read.
+        running_s: Seconds that preprocessors ran, summed over them.
+        busy_s: Seconds of these they were at work.
+        blocked_s: Seconds of these they were idle since the budget allowed no more chunks.
+        reading_s: Seconds that passes were open, summed over them.
+        stalled_s: Seconds of these their readers waited for data.
+    """
+
+    preprocessed: int = 0
+    consumed: int = 0
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+    num_dropped: int = 0
+    num_lost: int = 0
+    repeated: int = 0
+    num_loaded: int = 0
+    num_received: int = 0
+    num_skipped: int = 0
+    lent_bytes: int = 0
+    decoded_bytes: int = 0
+    active_s: float = 0.0
+    running_s: float = 0.0
+    busy_s: float = 0.0
+    blocked_s: float = 0.0
+    reading_s: float = 0.0
+    stalled_s: float = 0.0
+
+    @property
+    def sharing_factor(self) -> float:
+        """Samples consumed per sample preprocessed; 0.0 before the first."""
+        return _ratio(self.consumed, self.preprocessed)
+
+    @property
+    def num_preprocessors(self) -> float:
+        """Mean number of preprocessors."""
+        return _ratio(self.running_s, self.active_s)
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the preprocessors' time at work."""
+        return _ratio(self.busy_s, self.running_s)
+
+    @property
+    def blocked_share(self) -> float:
+        """Share of their time idle, as the budget allowed no more."""
+        return _ratio(self.blocked_s, self.running_s)
+
+    @property
+    def stalled_share(self) -> float:
+        """Share of the readers' time that they waited for data."""
+        return _ratio(self.stalled_s, self.reading_s)
+
+    def since(self, last: PipelineStats) -> PipelineStats:
+        """Returns what was done after ``last``; what is so now stays as it is."""
+        return replace(self, **{each: getattr(self, each) - getattr(last, each) for each in _DONE})
+
+    def plus(self, other: PipelineStats) -> PipelineStats:
+        """Returns both together: two nodes' pipelines."""
+        names = (*_DONE, *_NOW)
+        both = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return replace(self, **both, peak_bytes=max(self.peak_bytes, other.peak_bytes))
+
+    def gone(self) -> PipelineStats:
+        """Returns what counts on when the node is gone: what was done, not what it had."""
+        nothing: dict[str, Any] = dict.fromkeys(_NOW, 0)
+        return replace(self, **nothing)
+
+
+_NOW = ("resident_bytes", "lent_bytes", "decoded_bytes")
+_DONE = [e.name for e in fields(PipelineStats) if e.name not in (*_NOW, "peak_bytes")]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

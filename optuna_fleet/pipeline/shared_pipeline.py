@@ -15,18 +15,20 @@ from optuna_fleet.arguments import check_choice, check_number, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import data_options, limits
 from optuna_fleet.pipeline.exchange import scheme_of
-from optuna_fleet.pipeline.packed import PipelineSetup, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor import stages as staging
-from optuna_fleet.pipeline.preprocessor.payload import Payload
-from optuna_fleet.pipeline.preprocessor.source import Source, Stages
-from optuna_fleet.pipeline.reader.read_plan import Batches
-from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec
+from optuna_fleet.pipeline.preprocessor.payload import (
+    Payload,
+    PipelineSetup,
+    packed_part,
+    unpicklable,
+)
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSpec, Source, Stages
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader.inline_client import InlineClient
+    from optuna_fleet.pipeline.pipeline_messages import PipelineStats
+    from optuna_fleet.pipeline.reader.client import InlineClient
     from optuna_fleet.pipeline.standalone import PipelineHandle, Session
-    from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
 Stage = Callable[[Any], Any]
@@ -115,7 +117,7 @@ class SharedPipeline:
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
         lengths = {
-            name: data_options.length_of(name, dataset, datasets, _options())
+            name: data_options.length_of(name, dataset, _options())
             for name, dataset in datasets.items()
         }
         check_number("shards", shards, least=1, most=10_000, whole=True)
@@ -237,7 +239,7 @@ class SharedPipeline:
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""
-        from optuna_fleet.pipeline.reader.inline_client import InlineClient
+        from optuna_fleet.pipeline.reader.client import InlineClient
 
         source = replace(self._source, generators=payload.generators_in(self._source))
         spec = self.spec()
@@ -268,8 +270,8 @@ class SharedPipeline:
 
         if self._session is not None:
             raise FleetConfigError(
-                "This SharedPipeline runs already: one `with` block at a time. Other processes "
-                "and threads read it by `pipeline.handle()`; two pipelines are two objects."
+                "This SharedPipeline runs already: one `with` block at a time. All read it by "
+                "`pipeline.handle()`; two pipelines are two objects."
             )
         self._session = Session(self)
         return self
@@ -278,26 +280,8 @@ class SharedPipeline:
         session, self._session = self._running("__exit__"), None
         session.close()
 
-    def batches(self, name: str, *, batch_size: int, epoch: int, **more: Any) -> Batches[Any]:
-        """Returns the batches of one epoch, in this process; only inside ``with pipeline:``.
-
-        Args:
-            name: The data set.
-            batch_size: Samples per batch.
-            epoch: From 0. A data set that is not shuffled is the same in all of them.
-            **more: As for ``PipelineReader.batches``: rank, world_size, drop_last, first_step,
-                continues.
-
-        Raises:
-            FleetConfigError: An argument can't work, or the pipeline does not run.
-        """
-        reader = self._running("batches").reader
-        found = reader().batches(name, batch_size=batch_size, epoch=epoch, **more)
-        # Whoever iterates may be another thread than this one.
-        return Batches(found.plan, lambda plan: reader().iterate(plan))
-
     def handle(self) -> PipelineHandle:
-        """Returns what other processes need to read: ``with handle.connect() as reader: ...``."""
+        """Returns what any process needs to read: ``with handle.connect() as reader: ...``."""
         return self._running("handle").handle
 
     def stats(self) -> PipelineStats:

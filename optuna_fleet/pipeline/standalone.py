@@ -19,7 +19,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,16 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, PipelineLostError, ProtocolError
 from optuna_fleet.pipeline import limits, wire
-from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.pipeline_messages import AskForStats
+from optuna_fleet.pipeline.pipeline_messages import AskForStats, PipelineStats
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.spec import PipelineSpec
-from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import (
     Forks,
     ModuleProcess,
-    cause_of_death,
     end_session,
     fill_standard_streams,
     preload,
@@ -94,19 +91,13 @@ class PipelineHandle:
 class PipelineReader:
     """A connection to a running pipeline, for one thread; give it back by ``with`` or `close`."""
 
-    def __init__(self, handle: PipelineHandle, server: ModuleProcess | None = None) -> None:
+    def __init__(self, handle: PipelineHandle) -> None:
         # Imported here: a process that only passes handles on needs no torch.
         from optuna_fleet.pipeline.reader.client import PipelineClient
 
-        self._sock = _connected(handle.address, server)
+        self._sock = _connected(handle.address)
         self._client = PipelineClient(self._sock, handle.spec)
-        self._server = server
         self._pid = os.getpid()
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting for data so far."""
-        return self._client.waited_s
 
     def batches(
         self,
@@ -151,11 +142,10 @@ class PipelineReader:
             continues=continues,
         )
         _check_shares(plan)
-        return Batches(plan, self.iterate)
+        return Batches(plan, self._iterate)
 
-    def iterate(self, plan: ReadPlan) -> Iterator[Any]:
-        """Yields the data of each batch."""
-        from optuna_fleet.pipeline.reader.batches import read_batches
+    def _iterate(self, plan: ReadPlan) -> Iterator[Any]:
+        from optuna_fleet.pipeline.reader.client import read_batches
 
         self._check()
         try:
@@ -163,7 +153,7 @@ class PipelineReader:
             yield from map(operator.attrgetter("data"), read_batches(self._client, plan))
         except PipelineLostError as error:
             self._check()
-            raise _gone(self._server) from error
+            raise _gone() from error
 
     def close(self) -> None:
         """Give everything back. Batches that were read stay valid."""
@@ -180,11 +170,6 @@ class PipelineReader:
         self.close()
 
     def _check(self) -> None:
-        if self._sock.fileno() < 0:
-            raise FleetConfigError(
-                "This reader is closed: its `with` block was left. "
-                "Read inside the block, or call handle.connect() again."
-            )
         if self._pid != os.getpid():
             raise FleetConfigError(
                 "This reader belongs to the process that this one was forked from. "
@@ -193,13 +178,12 @@ class PipelineReader:
 
 
 class Session:
-    """A running pipeline: the server process, and the readers of the process that started it."""
+    """A running pipeline: the server process."""
 
     def __init__(self, pipeline: SharedPipeline) -> None:
         fill_standard_streams()
         setup = self._setup = _setup(pipeline)  # kept: the server opens its file when it starts
         self._owner_pid = os.getpid()
-        self._readers: dict[tuple[int, int], PipelineReader] = {}
         self.handle = PipelineHandle(
             address=f"\0optuna-fleet-{secrets.token_hex(16)}", spec=setup.spec
         )
@@ -221,18 +205,8 @@ class Session:
         """Pid of the server process."""
         return self._server.pid
 
-    def reader(self) -> PipelineReader:
-        """Returns the reader of the calling thread, also in a fork of the owner."""
-        key = os.getpid(), threading.get_ident()
-        if key not in self._readers:
-            server = self._server if os.getpid() == self._owner_pid else None
-            self._readers[key] = PipelineReader(self.handle, server)
-        return self._readers[key]
-
     def close(self) -> None:
         """End the processes; in a fork of the owner, only let go of them."""
-        for reader in self._readers.values():
-            reader.close()
         if os.getpid() == self._owner_pid:
             if self._server.is_alive():
                 os.kill(self._server.pid, signal.SIGTERM)
@@ -268,7 +242,7 @@ def _check_shares(plan: ReadPlan) -> None:
 # -- connections ----------------------------------------------------------------------------------
 
 
-def _connected(address: str, server: ModuleProcess | None = None) -> socket.socket:
+def _connected(address: str) -> socket.socket:
     """Returns a connection to the server there.
 
     Raises:
@@ -280,7 +254,7 @@ def _connected(address: str, server: ModuleProcess | None = None) -> socket.sock
     try:
         # By the kernel: with Python's limits nobody waits behind many others.
         _limit(sock, _CONNECT_LIMIT_S)
-        with _explained(server):
+        with _explained():
             sock.connect(address)
         _limit(sock, 0)
         if not _is_ours(sock):
@@ -303,23 +277,18 @@ def _is_ours(sock: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(server: ModuleProcess | None = None) -> Iterator[None]:
+def _explained() -> Iterator[None]:
     try:
         yield
     except (ConnectionError, BlockingIOError, EOFError) as error:
-        raise _gone(server) from error
+        raise _gone() from error
 
 
-def _gone(server: ModuleProcess | None) -> PipelineLostError:
-    code = server.exit_code if server is not None else None
-    if code is not None:
-        return PipelineLostError(
-            f"The server process of the SharedPipeline ended with {cause_of_death(code)}; what it "
-            "printed says more. Enter `with pipeline:` again to go on."
-        )
+def _gone() -> PipelineLostError:
     return PipelineLostError(
         "The SharedPipeline is gone and runs no more: the `with` block that started it was left, "
-        "or its processes have ended. It can be read on the machine where it runs."
+        "or its processes have ended, and what they printed says why. It can be read on the "
+        "machine where it runs."
     )
 
 

@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optuna_fleet.accelerator import device_types
 from optuna_fleet.pipeline.preprocessor import payload
-from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.pipeline.reader.inline_client import InlineClient
+from optuna_fleet.pipeline.reader.client import Batch, InlineClient
 from optuna_fleet.pipeline.reader.read_plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.preflight.rehearsals import Order

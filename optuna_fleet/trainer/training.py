@@ -14,8 +14,7 @@ import torch
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.inline_client import InlineClient
+from optuna_fleet.pipeline.reader.client import InlineClient, PipelineClient
 from optuna_fleet.trainer.checkpoint import Captured, unpacked
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.exchange import Peer
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from optuna_fleet import SharedPipeline, policies
 from optuna_fleet.executor.fleet.pipelines import LEAST_BUSY, LEAST_MADE, WINDOW_S, Capacity
-from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport
 from tests.fleets import fleet_of
 
@@ -24,8 +24,8 @@ NUM_MOST = 4
 
 def done(seconds: float, *, busy: float, made: int = 1000, got: int = 3000) -> PipelineStats:
     """What four preprocessors did, busy for this share of the time."""
-    use = PipelineUse(active_s=seconds, busy_s=busy * NUM_MOST * seconds)
-    return PipelineStats(preprocessed=made, consumed=got, use=use)
+    busy_s = busy * NUM_MOST * seconds
+    return PipelineStats(preprocessed=made, consumed=got, active_s=seconds, busy_s=busy_s)
 
 
 def measured(*reports: PipelineStats, agents: int = 1) -> float | None:

@@ -54,7 +54,7 @@ def test_a_sweep_leaves_its_pipelines_work_in_the_summary() -> None:
             study = optuna.create_study()
             fleet.script = {0: [Leg((0,))], 1: [Leg((1,))]}
             study.optimize(train, n_trials=2, executor=fleet)
-            use = fleet.summary.pipeline.use
+            use = fleet.summary.pipeline
             assert 0.0 < use.active_s <= fleet.summary.duration_s
             assert 0.0 < use.reading_s <= 2 * use.active_s
             assert use.num_preprocessors <= 1.0

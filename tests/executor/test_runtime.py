@@ -31,8 +31,8 @@ from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.connections import AgentUnheard
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
-from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.messages import TrainerReady

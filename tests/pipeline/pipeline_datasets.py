@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,19 @@ SWITCH = NUM_COUNTERS - 1
 def each_was_made(n: int, times: int) -> bool:
     """Whether each sample was made so often; one once more, to see whether it comes again."""
     return sorted(COUNTS[:n]) == [times] * (n - 1) + [times + 1]
+
+
+class Made:
+    """Sample i is what a function makes of i."""
+
+    def __init__(self, make: Callable[[int], Any], n: int = 150) -> None:
+        self.make, self.n = make, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
 
 
 class Counted:

@@ -22,8 +22,9 @@ import torch
 from optuna_fleet.executor.cluster.agent.chunk_giver import Sharing
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange import Peers, Plan
-from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.read_plan import shard
 from optuna_fleet.pipeline.server import workers
@@ -31,7 +32,6 @@ from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS
 from optuna_fleet.pipeline.server.server import PipelineServer
 from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
 from optuna_fleet.pipeline.standalone import PipelineHandle
-from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import socket_pair
 
 __all__ = [
@@ -42,8 +42,11 @@ __all__ = [
     "PipelineClient",
     "PipelineHandle",
     "draw",
+    "everywhere",
     "labels",
     "permutation",
+    "plain",
+    "samples",
     "serving",
     "shard",
     "vanish",
@@ -259,6 +262,36 @@ def labels(client: PipelineClient, name: str = "train", **arguments: Any) -> lis
     """The second leaf of every batch, in order."""
     batches = client.read(name, **{"epoch": 0, "batch_size": 7, **arguments})
     return [label for batch in batches for label in batch.data[1].tolist()]
+
+
+def samples(
+    client: Any, name: str = "train", epoch: int = 0, batch_size: int = 7, **more: Any
+) -> list[Any]:
+    """Those of an epoch, where batches are lists of them, as plain numbers and tuples."""
+    batches = client.read(name, epoch=epoch, batch_size=batch_size, **more)
+    return [plain(sample) for batch in batches if batch.local_size for sample in batch.data]
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def everywhere(data: dict[str, Any], epochs: Any = range(2), **options: Any) -> dict[str, Any]:
+    """By data set, what its epochs are, which may not depend on processes, chunks and batches."""
+
+    def all_of(client: Any, batch_size: int = 7) -> dict[str, Any]:
+        return {name: [samples(client, name, e, batch_size) for e in epochs] for name in data}
+
+    options = {"collate_fn": list, **options}
+    wanted = all_of(SharedPipeline(**data, **options).inline())
+    for number, chunk_bytes, batch_size in ((1, 1 << 20, 64), (2, 300, 7)):
+        pipeline = SharedPipeline(**data, **options)
+        with serving(pipeline, num_preprocessors=number, chunk_bytes=chunk_bytes) as agent:
+            found = all_of(agent.client(), batch_size)
+            assert {name for name in data if found[name] != wanted[name]} == set()
+    return wanted
 
 
 def vanish(client: PipelineClient) -> None:

@@ -64,5 +64,11 @@ def watched(*pids: int) -> Iterator[Callable[[], None]]:
         os.close(fd)
 
 
+def read(pipeline: SharedPipeline, name: str = "train", **how: Any) -> list[Any]:
+    """The batches of an epoch, by a reader of their own."""
+    with pipeline.handle().connect() as reader:
+        return list(reader.batches(name, **{"batch_size": 8, "epoch": 0, **how}))
+
+
 def indices(batches: Any) -> list[int]:
     return [int(index) for batch in batches for index in batch[0]]

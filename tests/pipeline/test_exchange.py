@@ -3,7 +3,6 @@
 import contextlib
 import os
 import select
-import time
 from functools import partial
 
 import torch
@@ -55,30 +54,6 @@ def test_nodes_do_not_wait_in_a_circle_when_the_plan_changes():
             waiting.receive()  # yes or no: it may have come from the other node by now
         os.write(val.gate, bytes(99))
         busy.result()
-
-
-class Late(Counted):
-    """Nothing can be had of it for a moment."""
-
-    def __init__(self, n, begun):
-        super().__init__(n)
-        self.begun = begun
-
-    def __getitem__(self, index):
-        if not self.begun.exists():
-            self.begun.touch()
-        if time.time() < self.begun.stat().st_mtime + 0.5:
-            raise OSError("no answer")
-        return super().__getitem__(index)
-
-
-def test_nodes_measure_again_when_what_is_amiss_may_be_over(tmp_path):
-    data = SharedPipeline(train=Late(N, tmp_path / "begun"), seed=3)
-    with nodes(data, 2, patience_s=LONG_S) as found:
-        for node in found:
-            assert labels(node.client()) == order_of(0)
-        assert found[1].stats().num_received
-        assert not any(node.notices() for node in found)
 
 
 @contextlib.contextmanager

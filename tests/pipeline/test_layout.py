@@ -15,9 +15,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 
-from optuna_fleet.pipeline.chunks import pickling
-from optuna_fleet.pipeline.chunks.chunk_view import ChunkView, cut_batch
-from optuna_fleet.pipeline.chunks.layout import chunk_in_memory
+from optuna_fleet.pipeline.chunks import layout
+from optuna_fleet.pipeline.chunks.layout import ChunkView, chunk_in_memory, cut_batch
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -32,7 +31,7 @@ def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         looks = value.dtype, value.shape, value.layout, value.requires_grad, vars(value)
         plain = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-        return kind, *looks, pickling.raw_bytes(plain).tolist()
+        return kind, *looks, layout.raw_bytes(plain).tolist()
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         return kind, value.dtype, value.shape, value.tobytes()
     return kind, pickle.dumps(value)

@@ -97,31 +97,26 @@ def test_what_is_no_part_of_the_file_travels_as_bytes(tokens):
 # -- what lies outside of the pickle --------------------------------------------------------------
 
 
-def test_arrays_are_the_same_after_the_journey():
-    fixed = np.arange(1000.0)
-    fixed.flags.writeable = False
-    grid = np.arange(6000.0).reshape(60, 100)
-    arrays = [fixed, grid, grid.T, grid[::2, 3:], np.arange(5), np.zeros((0, 3)), np.array(7)]
-    arrays += [np.array(["word" * 200] * 9), np.array([{}, 1], dtype=object)]
-    arrays += [grid.view(np.recarray)]
-    for array, there in zip(arrays, travelled(arrays), strict=True):
+FIXED, GRID = np.arange(1000.0), np.arange(6000.0).reshape(60, 100)
+FIXED.flags.writeable = False
+ARRAYS = [FIXED, GRID, GRID.T, GRID[::2, 3:], np.arange(5), np.zeros((0, 3)), np.array(7)]
+ARRAYS += [np.array(["word" * 200] * 9), np.array([{}, 1], dtype=object), GRID.view(np.recarray)]
+TENSOR, COMPLEX = torch.arange(6000.0).view(60, 100), torch.randn(600, dtype=torch.complex64)
+TENSORS = [TENSOR, TENSOR.T, TENSOR[::2, 3:], TENSOR[7, 7], TENSOR.expand(3, -1, -1), TENSOR > 5]
+TENSORS += [TENSOR.bfloat16(), COMPLEX, COMPLEX.conj(), torch.zeros(0, 3), torch.tensor(7)]
+TENSORS += [torch.nn.Parameter(TENSOR.clone()), TENSOR.to_sparse()]
+
+
+def test_arrays_and_tensors_are_the_same_after_the_journey():
+    for array, there in zip(ARRAYS, travelled(ARRAYS), strict=True):
         assert type(there) is type(array)
         assert same(array, there)
         assert there.flags.writeable == array.flags.writeable
         assert there.flags.f_contiguous == array.flags.f_contiguous
-
-
-def test_tensors_are_the_same_after_the_journey():
-    tensor = torch.arange(6000.0).view(60, 100)
-    complex_ = torch.randn(600, dtype=torch.complex64)
-    tensors = [tensor, tensor.T, tensor[::2, 3:], tensor[7, 7], tensor.expand(3, -1, -1)]
-    tensors += [tensor.bfloat16(), tensor > 5, complex_, torch.zeros(0, 3), torch.tensor(7)]
-    tensors += [torch.nn.Parameter(tensor.clone()), tensor.to_sparse(), complex_.conj()]
-    for tensor, there in zip(tensors, travelled(tensors), strict=True):
+    for tensor, there in zip(TENSORS, travelled(TENSORS), strict=True):
         assert type(there) is type(tensor)
         assert torch.equal(there.to_dense(), tensor.to_dense())
-        assert there.dtype == tensor.dtype
-        assert there.requires_grad == tensor.requires_grad
+        assert (there.dtype, there.requires_grad) == (tensor.dtype, tensor.requires_grad)
         assert tensor.is_sparse or there.stride() == tensor.stride()
 
 

@@ -4,6 +4,7 @@ import optuna
 import pytest
 import torch
 from pipeline_datasets import Counted
+from standalone_harness import read
 
 from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
 from tests.nursery import FIRST
@@ -45,16 +46,15 @@ def short(tmp_path, monkeypatch):
     return fail
 
 
-def indices(reader, **options):
-    batches = reader.batches("train", batch_size=9, epoch=0, **options)
-    return sorted(int(i) for _, labels in batches for i in labels)
+def indices(pipeline):
+    return sorted(int(i) for _, labels in read(pipeline) for i in labels)
 
 
 ALL = list(range(100))
 
 
 def test_a_pipeline_goes_on_when_there_is_enough_again(short):
-    short(fork=3, pidfd_open=3)
+    short(fork=1, pidfd_open=1)
     with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
         assert indices(pipeline) == ALL
 
@@ -62,13 +62,13 @@ def test_a_pipeline_goes_on_when_there_is_enough_again(short):
 def test_an_error_of_one_connection_is_its_own(short):
     short(send=1)
     with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
-        with pipeline.handle().connect() as reader, pytest.raises(FleetError, match="is gone"):
-            indices(reader)
+        with pytest.raises(FleetError, match="is gone"):
+            indices(pipeline)
         assert indices(pipeline) == ALL
 
 
 def test_a_fleet_goes_on_when_there_is_enough_again(short):
-    short(fork=4)
+    short(fork=2)
 
     def objective(trial):
         trial.prepare(torch.nn.Linear(1, 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pipeline_harness import Forked
-from standalone_harness import indices, new_pipeline
+from standalone_harness import new_pipeline, read
 from torch.utils.data import Dataset
 
 from optuna_fleet.exceptions import FleetError, PreprocessingError, ProtocolError
@@ -41,7 +41,7 @@ class Sticky(Dataset[int]):
 def test_a_server_that_ends_as_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standalone, "_SERVER", "optuna_fleet.no_such_module")
     with new_pipeline() as pipeline, pytest.raises(FleetError, match="ended"):
-        indices(pipeline.batches("train", batch_size=8, epoch=0))
+        read(pipeline)
 
 
 def test_a_preprocessor_that_is_stuck_is_replaced(
@@ -55,9 +55,9 @@ def test_a_preprocessor_that_is_stuck_is_replaced(
     monkeypatch.setenv(FIRST, str(tmp_path / "first.py"))
     with SharedPipeline(val=Sticky(), test=range(40), num_preprocessors=1) as pipeline:
         with pytest.raises(PreprocessingError, match=r"data set .val.: .*stuck"):
-            list(pipeline.batches("val", batch_size=8, epoch=0))
+            read(pipeline, "val")
         assert pipeline.stats().num_lost >= 3
-        (batch,) = pipeline.batches("test", batch_size=40, epoch=0)
+        (batch,) = read(pipeline, "test", batch_size=40)
         assert batch.tolist() == list(range(40))
 
 

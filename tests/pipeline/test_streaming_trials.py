@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import SharedPipeline
 from tests.fleets import Leg, fleet_of, run
 
 N = 50
@@ -30,13 +30,13 @@ class Numbers(IterableDataset[int]):
         yield from range(info.id, self.n, info.num_workers)
 
 
-def objective(trial: Any) -> float:
+def objective(trial: Any, name: str = "train") -> float:
     model = torch.nn.Linear(1, 1, dtype=torch.float64)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     for _ in trial.epochs(4):
-        for numbers in trial.batches("train", batch_size=8):
+        for numbers in trial.batches(name, batch_size=8):
             assert not trial.is_preflight or max(numbers.tolist()) < 80
             optimizer.zero_grad()
             loss = (model(numbers.double()[:, None] / N) - 1).square().mean()
@@ -54,20 +54,16 @@ def in_periods(trial: Any) -> float:
     return 0.0
 
 
-def test_trials_of_a_fleet_that_move_and_grow() -> None:
-    pipeline = SharedPipeline(train=Numbers(), seed=1)
+def test_trials_of_a_fleet_that_move_and_grow_and_the_check_reads_the_first_rows() -> None:
+    pipeline = SharedPipeline(train=Numbers(), train_long=Numbers(4000), seed=1)
     study = optuna.create_study()
     with fleet_of(devices=2, pipeline=pipeline) as fleet:
         fleet.script = {0: [Leg((0,))], 1: [Leg((1,), 1), Leg((0, 1), 3), Leg((0,))]}
         study.optimize(objective, n_trials=2, executor=fleet)
         assert fleet.summary.pipeline.preprocessed == 4 * N
         seen = run(fleet, in_periods, Leg((0,))).user_attrs["seen"]
+        report = fleet.preflight(study, lambda trial: objective(trial, "train_long"))
+        assert "the same on any devices" in str(report)
     still, moved = (trial.value for trial in study.trials)
     assert moved == pytest.approx(still, rel=1e-9)
     assert seen == (ORDER * 2)[: 7 * 8 - 6 + 3 * 8]
-
-
-def test_the_preflight_check_reads_the_first_rows() -> None:
-    fleet = FleetExecutor(SharedPipeline(train=Numbers(4000), shards=4), devices=2)
-    report = fleet.preflight(optuna.create_study(), objective)
-    assert "the same on any devices" in str(report)

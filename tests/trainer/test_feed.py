@@ -11,7 +11,7 @@ import torch
 from torchvision.transforms import v2
 
 from optuna_fleet import SharedPipeline, take_apart
-from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.client import Batch
 from optuna_fleet.trainer.data import feed as feed_module
 from optuna_fleet.trainer.data.feed import ahead, feed
 from tests.pipeline.pipeline_harness import serving

@@ -13,8 +13,7 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ChunkReady,
     ReleaseChunks,
 )
-from optuna_fleet.pipeline.server.epochs import HELD, IDLE, PAGE, Size, Space
-from optuna_fleet.pipeline.server.scheduler import Scheduler
+from optuna_fleet.pipeline.server.scheduler import HELD, IDLE, PAGE, Scheduler, Size, Space
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey
 
 ERROR = ChunkError(summary="broken")

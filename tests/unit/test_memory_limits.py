@@ -114,7 +114,6 @@ def test_news_of_the_largest_chunk_fits_into_a_packet() -> None:
             key=ChunkKey("train", 10**6, 10**6),
             nbytes=1 << 60,
             num_samples=size,
-            busy_s=1 / 3,
             skipped=tuple(range(2**31 - size, 2**31)),
             complaint=complaint,
         )

@@ -26,7 +26,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.summary import Decision, FleetSummary, mean_of
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.records import DeviceSpan, Flight

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from optuna_fleet.alloc import Plan
-from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class FleetSummary:
         if self.pipeline and self.consumed:
             if self.preprocessed:
                 yield f"sharing factor {self.sharing_factor:.1f}"
-                yield _in_words(self.pipeline.use)
+                yield _in_words(self.pipeline)
             else:
                 yield f"all {self.consumed} samples were there from earlier calls"
             if self.pipeline.num_received:
@@ -167,7 +167,7 @@ def _how_solved(plans: Sequence[Plan]) -> str:
     return f"{counted(len(plans), 'plan')}{by}{without}, {median_ms:.0f} ms each"
 
 
-def _in_words(use: PipelineUse) -> str:
+def _in_words(use: PipelineStats) -> str:
     """Where trials wait and preprocessors are busy, there are too few of these."""
     text = (
         f"preprocessors ({use.num_preprocessors:.1f} on average) were busy for "

@@ -17,7 +17,7 @@ from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.preflight.findings import Findings
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals

@@ -16,7 +16,7 @@ from pathlib import Path
 from optuna_fleet.accelerator import ACCELERATORS
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
-from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Workplace, workplace_here
 from optuna_fleet.wire.invitation import Invitation

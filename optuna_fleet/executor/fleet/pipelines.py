@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.pipeline.exchange import MOST_PEERS, Peer, Plan, scheme_of
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
 WINDOW_S = 5.0
@@ -87,9 +87,9 @@ class Capacity:
             num_most += report.num_most
             made += done.preprocessed
             got += done.consumed
-            busy_s += done.use.busy_s
-            most_s += report.num_most * done.use.active_s
-            lasted_s = max(lasted_s, done.use.active_s)
+            busy_s += done.busy_s
+            most_s += report.num_most * done.active_s
+            lasted_s = max(lasted_s, done.active_s)
         is_busy = busy_s >= LEAST_BUSY * most_s
         if lasted_s < WINDOW_S or (is_busy and made < LEAST_MADE * num_most):
             return False

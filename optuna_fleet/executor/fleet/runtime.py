@@ -27,7 +27,7 @@ from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.trainers import TrainerDue, Trainers
 from optuna_fleet.options import Limits
-from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet
 from optuna_fleet.sampler_bridge.compat import fleet_logger

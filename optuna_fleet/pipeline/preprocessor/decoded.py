@@ -55,14 +55,9 @@ class DecodedStore:
         """Returns whether samples of this data set are kept."""
         return name in self._lengths
 
-    def kept_share(self, name: str) -> float:
-        """Returns which part of the samples of a data set is there."""
-        first, length = self._firsts[name], self._lengths[name]
-        return float(np.count_nonzero(self._table[first : first + 2 * length : 2])) / length
-
     def get(self, name: str, index: int) -> list[Any]:
         """Returns a copy of the prepared sample in a list; an empty one if it is not there."""
-        from optuna_fleet.pipeline.chunks.chunk_view import ChunkView
+        from optuna_fleet.pipeline.chunks.layout import ChunkView
 
         entry = self._firsts[name] + 2 * index
         address, length = map(int, self._table[entry : entry + 2])

@@ -64,12 +64,7 @@ class Stream:
         return packing.pack(self._dataset)
 
     def sample(self, epoch: int, position: int) -> Any:
-        """Returns the sample at a position of an epoch.
-
-        Raises:
-            ValueError: The pass has fewer samples than it should, or more.
-            Exception: What the stream raises.
-        """
+        """Returns the sample at a position of an epoch."""
         found = self._pass(epoch, position)
         while found.position < position:
             self._next(found)

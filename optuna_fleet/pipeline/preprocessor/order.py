@@ -8,7 +8,7 @@ import operator
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.preprocessor.source import Generator, Source
-from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
+from optuna_fleet.pipeline.spec import DatasetSpec, Generator, PipelineSpec, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,12 +144,7 @@ def seed_generator(generator: Generator, number: int) -> None:
 
 
 def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order of an epoch of a data set, of shape [num_samples]; see above.
-
-    Raises:
-        FleetConfigError: A sampler does not draw what it must.
-        Exception: What it raises.
-    """
+    """Returns the order of an epoch of a data set, of shape [num_samples]; see above."""
     sampler = source.samplers.get(spec.name)
     if sampler is None:
         return permutation(seed, spec.name, epoch, spec.num_samples)
@@ -158,12 +152,7 @@ def epoch_order(source: Source, spec: DatasetSpec, seed: int, epoch: int) -> NDA
 
 
 def check_samplers(source: Source, spec: PipelineSpec) -> None:
-    """Draws an epoch twice from each of the user's samplers.
-
-    Raises:
-        FleetConfigError: One does not draw what it must, or not the same again.
-        Exception: What it raises.
-    """
+    """Draws an epoch twice from each of the user's samplers."""
     for name in source.samplers:
         dataset = spec.dataset(name)
         first, again = (epoch_order(source, dataset, spec.seed, 0) for _ in range(2))
@@ -212,14 +201,9 @@ def _checked(drawn: list[Any], spec: DatasetSpec) -> NDArray[np.int64]:
         indices = np.fromiter(map(operator.index, drawn), np.int64, len(drawn))
     except TypeError:
         odd = next(each for each in drawn if not hasattr(each, "__index__"))
-        hint = ""
-        if isinstance(odd, Iterable) and not isinstance(odd, str):
-            hint = (
-                " A batch sampler can't be used, as each trial has a batch size of its own: give "
-                "a sampler of single indices."
-            )
         raise FleetConfigError(
-            f"{whose} draws {odd!r:.60}, but must draw indices, of type int.{hint}"
+            f"{whose} draws {odd!r:.60}, but must draw single indices, of type int: each trial "
+            "has a batch size of its own."
         ) from None
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= spec.length:
@@ -256,11 +240,7 @@ class Surroundings:
         self._epochs: dict[int, int] = {}  # by id of what was told of it
 
     def begin(self, name: str, epoch: int, place: int) -> None:
-        """Sets all of them for a sample, which is made next.
-
-        Raises:
-            Exception: What the data set's ``set_epoch`` raises.
-        """
+        """Sets all of them for a sample, which is made next."""
         from torch.utils.data._utils import worker
 
         generators = self._source.generators

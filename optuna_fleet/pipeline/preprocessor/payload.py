@@ -16,18 +16,20 @@ import pickle
 import struct
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from optuna_fleet.exceptions import FleetError
+from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline.preprocessor.order import is_generator
-from optuna_fleet.pipeline.preprocessor.source import Generator, Source
+from optuna_fleet.pipeline.spec import Generator, PipelineSpec, Source
+from optuna_fleet.settings import Settings, settings_here
 from optuna_fleet.wire import packing
+from optuna_fleet.wire.unpicklable import explained
 
 _Array = np.ndarray[Any, Any]
 _FileName = str | os.PathLike[str]
@@ -61,16 +63,10 @@ def _mapped_file_reduction(array: _Array) -> Any:
 
 def _view(path: _FileName, file_bytes: int, place: tuple[Any, ...], offset: int | None) -> Any:
     """What lies at this place of a file; with an ``offset``, which only describes it, a memmap."""
-    change = None
-    try:
-        if (found := os.stat(path).st_size) != file_bytes:
-            change = f"has {found} bytes, but had {file_bytes} when the pipeline started"
-    except OSError as error:
-        change = f"can't be had any more ({error.strerror})"
-    if change is not None:
+    if (found := os.stat(path).st_size) != file_bytes:
         raise FleetError(
-            f"The file {os.fspath(path)!r}, which a data set maps, {change}. It must stay as it "
-            "is as long as the pipeline runs."
+            f"The file {os.fspath(path)!r}, which a data set maps, has {found} bytes, but had "
+            f"{file_bytes} when the pipeline started. It must stay as it is as long as that runs."
         )
     if (file := _mapped.get(path)) is None:
         file = _mapped[path] = np.memmap(path, dtype=np.uint8, mode="r")
@@ -116,11 +112,7 @@ class Payload:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def load(self) -> Any:
-        """Returns what `pack` has put there.
-
-        Raises:
-            Exception: It can't be unpickled here.
-        """
+        """Returns what `pack` has put there."""
         return unpack(memoryview(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE)))
 
     def __reduce__(self) -> Any:
@@ -136,11 +128,7 @@ def _opened(path: str) -> Payload | None:
 
 
 def pack(value: Any, file: Any) -> None:
-    """Writes a value into a file.
-
-    Raises:
-        Exception: It can't be pickled.
-    """
+    """Writes a value into a file."""
     outside: list[memoryview] = []
     # Not a method of the pickler: in a cycle it would keep what it has seen for a while.
     stays_inside = functools.partial(_stays_inside, outside)
@@ -157,9 +145,6 @@ def unpack(memory: memoryview) -> Any:
     """Returns what was packed; its large arrays are views of the memory.
 
     A `Source` is told of the random generators in it.
-
-    Raises:
-        Exception: It can't be unpickled here.
     """
     end = memory.nbytes - _LENGTH.size
     (number,) = _LENGTH.unpack_from(memory, end)
@@ -213,15 +198,15 @@ class _Pickler(packing.Pickler):
 
     def _tensor_reduction(self, tensor: Any) -> Any:
         """By way of its whole storage, which tensors that share it go on sharing."""
-        from optuna_fleet.pipeline.chunks import pickling  # it imports torch, which costs seconds
+        from optuna_fleet.pipeline.chunks import layout  # it imports torch, which costs seconds
 
-        storage = tensor.untyped_storage() if pickling.is_view_of_bytes(tensor) else None
+        storage = tensor.untyped_storage() if layout.is_view_of_bytes(tensor) else None
         if storage is None or storage.nbytes() < LEAST_BYTES:
             return None
         key = storage.data_ptr(), storage.nbytes()
-        raw = self._storages.setdefault(key, pickling.storage_bytes(tensor))
+        raw = self._storages.setdefault(key, layout.storage_bytes(tensor))
         place = tensor.storage_offset(), (*tensor.shape,), tensor.stride()
-        return pickling.tensor_in, (raw, tensor.dtype, *place)
+        return layout.tensor_in, (raw, tensor.dtype, *place)
 
 
 def _array_reduction(array: np.ndarray[Any, Any]) -> Any:
@@ -229,3 +214,88 @@ def _array_reduction(array: np.ndarray[Any, Any]) -> Any:
     if type(array) is np.ndarray and not (flags.forc or array.dtype.hasobject):
         return np.ascontiguousarray(array).__reduce_ex__(5)  # of others NumPy pickles the bytes
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSetup:
+    """The pipeline as whoever serves it gets it.
+
+    Attributes:
+        payload: The data sets and their stages; None if they are to be fetched from the driver.
+        spec: Their description.
+        finishes: The elementwise ends that trainers may do, as bytes, by data set.
+        memory_bytes: Bytes for preprocessed data; None where the machine decides.
+        spill_dir: The folder of the file for them; None for memory.
+        chunk_bytes: Size of a chunk to aim at; None where that follows from the others.
+        num_preprocessors: Most preprocessors at a time; 0 until `setup` if the user gave none.
+        is_adaptive: Run as many of them as are needed, not all.
+        niceness: What is added to theirs, so that trials that compute on the CPU go first.
+        settings: What the script's process is set to, which holds for them too.
+        num_alone: Most that work for each run, which shares nothing with others; None if all runs
+            share what is made.
+    """
+
+    payload: Payload | None
+    spec: PipelineSpec
+    finishes: Mapping[str, bytes | None] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    spill_dir: str | None = None
+    chunk_bytes: int | None = None
+    num_preprocessors: int = 0
+    is_adaptive: bool = False
+    niceness: int = 0
+    settings: Settings = field(default_factory=Settings)
+    num_alone: int | None = None
+
+    def setup(
+        self,
+        default_preprocessors: int,
+        *,
+        is_adaptive: bool = False,
+        niceness: int = 0,
+        finish_on_device: bool = False,
+        num_slots: int = 1,
+    ) -> PipelineSetup:
+        """Returns it for whoever serves it on some machine.
+
+        There are no more than ``default_preprocessors``, or, if ``is_adaptive``, as many of them
+        as are needed; if the user gave a number, there are so many. Where trials share nothing,
+        each of ``num_slots`` has its own. With ``finish_on_device`` trainers do the elementwise
+        end of the preprocessing.
+        """
+        spec = self.spec
+        if finish_on_device:
+            datasets = [replace(d, finish=self.finishes.get(d.name)) for d in spec.datasets]
+            spec = replace(spec, datasets=tuple(datasets))
+        number = num_slots * (self.num_alone or 0) or self.num_preprocessors
+        return replace(
+            self,
+            spec=spec,
+            finishes={},
+            num_preprocessors=number or default_preprocessors,
+            is_adaptive=is_adaptive and not number,
+            niceness=niceness,
+            settings=settings_here(),
+        )
+
+
+def packed_part(argument: str, name: str, value: Any) -> bytes | None:
+    """Returns something of the user's as bytes, for trainers; None of None."""
+    if value is None:
+        return None
+    try:
+        return packing.pack(value)
+    except Exception as error:
+        what = f"{argument} of data set {name!r}"
+        raise unpicklable(what, {argument: value}, error) from error
+
+
+def unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
+    """Returns the error for things of which, by their names, one can't be pickled."""
+    reason = explained(wholes, "given to SharedPipeline", error)
+    return FleetConfigError(
+        f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
+        f"need it: {reason} Create such a thing (an open file, a lock, a connection) when it is "
+        "first used, in the __getitem__ of a data set, and leave it out in its __getstate__ if "
+        "the script has used it before."
+    )

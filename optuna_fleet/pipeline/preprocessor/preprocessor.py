@@ -28,8 +28,7 @@ from optuna_fleet.pipeline.pipeline_messages import (
 )
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
-from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
+from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec, Source
 from optuna_fleet.settings import Adoption, Settings
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -180,7 +179,7 @@ class _Producer:
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk where it was ordered, and says so."""
-        began, self.told_s = time.perf_counter(), time.monotonic()
+        self.told_s = time.monotonic()
         key = order.key
         positions = self._positions(order)
         try:
@@ -199,7 +198,6 @@ class _Producer:
             key=key,
             nbytes=chunk.nbytes,
             num_samples=len(positions),
-            busy_s=time.perf_counter() - began,
             num_loaded=self.samples.num_loaded,
             skipped=tuple(self.samples.skipped),
             complaint=self.samples.complaint,

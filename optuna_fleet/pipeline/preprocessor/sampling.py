@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ from optuna_fleet.pipeline.pipeline_messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
 from optuna_fleet.pipeline.preprocessor.iterable import Stream
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, epoch_order
-from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.stages import comes_again
-from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec
+from optuna_fleet.pipeline.spec import TOGETHER, ChunkKey, DatasetSpec, PipelineSpec, Source
 
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
@@ -30,13 +27,6 @@ _BLOCK = 1 << 20
 
 _MOST_BLOCKS = 8
 """Of so many this process knows the positions: one for each epoch that is being made, usually."""
-
-_ASKED_MANAGER = (
-    " It was asked of a multiprocessing.Manager, which answers on the script's machine only, and "
-    "only while it runs: put what it holds into the data set, as a list, an array or a tensor."
-)
-
-_OURS = str(Path(__file__).parents[1])
 
 
 class SampleError(Exception):
@@ -95,11 +85,7 @@ class Samples:
         self.num_loaded = 0
 
     def several(self, key: ChunkKey, positions: range) -> list[Any]:
-        """Returns the samples at these positions.
-
-        Raises:
-            SampleError: As of `sample`.
-        """
+        """Returns the samples at these positions."""
         found = []
         for position in positions:
             found.append(self.sample(key, position))
@@ -116,13 +102,12 @@ class Samples:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
         spec, source = self._specs[key.name], self._sources()  # its errors are none of the sample
-        place = self._place(spec, key.epoch, position)
-        reads_at: int | None = position  # None: the sample is not at its own position
         may_skip = self._spec.on_error == "skip" and not spec.shards
         num_tries = MAX_SUBSTITUTES if may_skip else 1
         for left in reversed(range(num_tries)):
+            (place,) = self._places(spec, key.epoch, range(position, position + 1))
             try:
-                return self._made(spec, source, key.epoch, place, reads_at, use_store)
+                return self._made(spec, source, key.epoch, position, place, use_store)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
@@ -133,11 +118,7 @@ class Samples:
                     raise failure from error
                 self.skipped.append(place % spec.length)
                 self.complaint = self.complaint or failure.error
-            if spec.sampled:  # the next of those that are drawn, or of the data set
-                reads_at = position = (position + 1) % spec.num_samples
-                place = self._place(spec, key.epoch, position)
-            else:
-                place, reads_at = (place + 1) % spec.length, None
+            position = (position + 1) % spec.num_samples
         raise AssertionError
 
     def rows(self, key: ChunkKey, positions: range) -> list[torch.Tensor] | None:
@@ -170,10 +151,6 @@ class Samples:
         del self.skipped[num_skipped:]
         return found
 
-    def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
-        (place,) = self._places(spec, epoch, range(position, position + 1))
-        return place
-
     def _places(self, spec: DatasetSpec, epoch: int, positions: range) -> list[int]:
         """The numbers of samples in the order of an epoch, see `epoch_order`."""
         if not spec.has_order:
@@ -198,8 +175,8 @@ class Samples:
         spec: DatasetSpec,
         source: Source,
         epoch: int,
+        position: int,
         place: int,
-        position: int | None,
         use_store: bool,
     ) -> Any:
         assert self._around is not None
@@ -210,7 +187,7 @@ class Samples:
             self.num_loaded += 1
             (sample,) = loaded
         else:
-            found = [] if position is None else self._read(spec, source, epoch, position)
+            found = self._read(spec, source, epoch, position)
             if not found or stages.prepare is not None:
                 seed()
             sample = found[0] if found else source.datasets[spec.name][index]
@@ -306,23 +283,9 @@ def _rows(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
 
 
 def _error(what: str, error: BaseException) -> SampleError:
-    try:
-        text = str(error)
-    except Exception as raised:
-        text = f"(its text raised {type(raised).__name__})"
-    summary = f"{what} raised {type(error).__name__}: {text}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith("multiprocessing/managers.py") for frame in frames):
-        summary += _ASKED_MANAGER
-    lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__))
+    # Not by str(error), which may raise too.
+    said = "".join(traceback.format_exception_only(error)).strip()
+    summary, lines = f"{what} raised {said}", traceback.format_exception(error)
     return SampleError(
         ChunkError(summary=summary[:MAX_TEXT], traceback="".join(lines)[-MAX_TEXT:])
     )
-
-
-def _theirs(frames: TracebackType | None) -> TracebackType | None:
-    """Without our own frames at the top: the reader looks for the line in the data set."""
-    first = frames
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
-        frames = frames.tb_next
-    return frames or first

@@ -12,8 +12,7 @@ import numpy as np
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.preprocessor.order import Surroundings, check_samplers, watched
-from optuna_fleet.pipeline.preprocessor.source import Source, Stages, called
-from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.pipeline.spec import PipelineSpec, Source, Stages, called
 
 MAX_TRIES = 16
 """Samples that are tried, where one after another raises."""
@@ -23,9 +22,6 @@ def check(source: Source, spec: PipelineSpec, load: Callable[[], Source]) -> Non
     """Tries samplers and stages, on data sets that nobody reads: what they open stays open.
 
     What raises may be of the moment (a file server): it is told of when it is wanted.
-
-    Raises:
-        FleetConfigError: What the user gave does not do what it must.
     """
     kept = [each for each in spec.datasets if not each.shards]  # nothing of a stream is
     in_parts = [each for each in kept if source.stages[each.name].in_parts]
@@ -59,7 +55,7 @@ def _problem(stages: Stages, tried: Sequence[tuple[Any, bool]], *, collates: boo
 
     ``tried`` is what was prepared in two epochs, and whether random numbers were drawn for it.
     """
-    from optuna_fleet.pipeline.chunks.chunk_view import copied
+    from optuna_fleet.pipeline.chunks.layout import copied
 
     what = "`prepare` gives" if stages.prepare else "dataset[index], without a `prepare`,"
     (prepared, drew), (again, _) = tried
@@ -86,7 +82,7 @@ def _problem(stages: Stages, tried: Sequence[tuple[Any, bool]], *, collates: boo
 def _is_elementwise(finish: Callable[[Any], Any] | None, sample: Any) -> bool:
     from torch.utils.data import default_collate
 
-    from optuna_fleet.pipeline.chunks.chunk_view import copied
+    from optuna_fleet.pipeline.chunks.layout import copied
 
     if finish is None:
         return True
@@ -145,7 +141,7 @@ def comes_again(sample: Any, make: Callable[[], Any]) -> bool:
 
     They are compared as pickled, and, as pickles of the same may differ, by what is in them.
     """
-    from optuna_fleet.pipeline.chunks.pickling import dumps_outside
+    from optuna_fleet.pipeline.chunks.layout import dumps_outside
 
     try:
         before = copy.deepcopy(sample)  # making it again may write into it

@@ -112,11 +112,7 @@ _LEAST = {"epoch": 0, "batch_size": 1, "rank": 0, "world_size": 1, "first_step":
 
 
 def planned(spec: PipelineSpec, name: str, **arguments: Any) -> ReadPlan:
-    """Returns how to read a data set; the arguments are the attributes of `ReadPlan`.
-
-    Raises:
-        FleetConfigError: An argument can't work.
-    """
+    """Returns how to read a data set; the arguments are the attributes of `ReadPlan`."""
     dataset = spec.dataset(name)
     plan = ReadPlan(name=name, num_samples=dataset.num_samples, **arguments)
     check_that("drop_last", plan.drop_last, is_a(bool), "be True or False")

@@ -6,15 +6,14 @@ import os
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.exchange import Asking, Peer, Peers
-from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import (
     ChunkError,
     ChunkNotFetched,
@@ -22,16 +21,15 @@ from optuna_fleet.pipeline.pipeline_messages import (
     ChunkOutgrew,
     ChunkProduced,
     MeasureSample,
+    PipelineStats,
     ProduceChunk,
     SampleMeasured,
 )
 from optuna_fleet.pipeline.preprocessor.decoded import DecodedStore
-from optuna_fleet.pipeline.server.epochs import Size, Space
-from optuna_fleet.pipeline.server.notices import Notices
-from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
+from optuna_fleet.pipeline.server.scheduler import MAX_DEATHS, Scheduler, Size, Space
 from optuna_fleet.pipeline.server.workers import FETCHER, MAKER, Kind, Spawn, Work, Workers
 from optuna_fleet.pipeline.spec import ChunkKey, EpochKey, choose_chunk_size
-from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.pipeline.wire import close_ports_in_child
 
 NUM_FETCHERS = 4
@@ -43,9 +41,6 @@ FETCHED_SHARE = 1 / 8
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
 
-MEASURE_AGAIN_S = 1.0
-"""After the first failure; nodes that find unlike sizes share nothing of a data set."""
-
 STAFFING_S = 0.5
 """Starting a process takes time too: how many there are is decided no faster than this."""
 
@@ -55,9 +50,36 @@ STARVED = 0.1
 SATURATED = 0.85
 """More preprocessors can only help if those there are were busy for this share of the time."""
 
+_MOST_NAMED = 10  # samples that were skipped
+
 _DIED = (
     "Preprocessors died over a chunk of data set {name!r}: killed, out of memory, a crash in "
     "native code, or stuck in it for too long."
+)
+_SKIPPED = (
+    "Skipped sample(s) {named} of data set {name!r}; others take their places. More of them are "
+    "only counted. {complaint}"
+)
+_REPEATED = (
+    "The preprocessed epochs of data set {name!r} that are in use do not fit into {mib} MiB: what "
+    "was dropped is preprocessed again. A larger memory_bytes, or a spill_dir with more room, "
+    "would avoid that."
+)
+_DECODED_FULL = (
+    "The decoded store, with {mib} MiB, has no room for all samples of data set {name!r}. The "
+    "others are read and decoded in every epoch. A larger memory_bytes, of which it has a part, "
+    "would avoid that."
+)
+_UNSEEDED = (
+    "A sample of data set {name!r} came out otherwise when it was made again, so that no seed "
+    "repeats the results: take random numbers from torch's, NumPy's or Python's global functions, "
+    "or from a generator that each __getitem__ makes anew, as by "
+    "np.random.default_rng(torch.initial_seed()), and keep nothing that changes from one sample "
+    "to the next."
+)
+_UNSTARTED = (
+    "A preprocessor can't be started ({error}); this is tried again. See the limits on processes "
+    "and open files: ulimit -u, ulimit -n, pids.max of the control group."
 )
 
 
@@ -72,7 +94,7 @@ class Making:
         scheduler: It is told of all results.
         counts: What was done.
         workers: The preprocessors, those who read streams, and those who ask other nodes.
-        notices: What the user is to be told.
+        notices: Sentences for the user; the server empties it.
     """
 
     def __init__(
@@ -98,7 +120,8 @@ class Making:
         )
         self.chunk_bytes = setup.chunk_bytes or limits.default_chunk_bytes(setup.memory_bytes)
         self.counts = PipelineStats()
-        self.notices = Notices(nbytes, spec)
+        self.notices: list[str] = []
+        self._told: set[tuple[str, str]] = set()
         self.arena = Arena(nbytes, setup.spill_dir)
         self._decoded = DecodedStore(self.arena, self._space.nbytes, kept)
         self._num_wanted = 1 if setup.is_adaptive else setup.num_preprocessors
@@ -113,17 +136,17 @@ class Making:
             on_message=self._received,
             on_lost=self._lost,
             on_idle=on_idle,
-            on_unstarted=self.notices.unstarted,
+            on_unstarted=lambda error: self._tell(_UNSTARTED, error=error),
             clock=clock,
         )
         self._fetched: dict[ChunkKey, ProduceChunk] = {}  # the orders of those being fetched
         self._unfetched: set[ChunkKey] = set()  # that did not come
         self._unmeasured: set[str] = set()
         self._measuring: set[str] = set()
-        self._failed: dict[str, tuple[int, float]] = {}  # measuring: how often, and when again
+        self._num_unmeasured: Counter[str] = Counter()  # how often that failed
         self._made: dict[EpochKey, bytearray] = {}  # which chunks were: there may be many
-        self._counted_s, self._per_s = clock(), PipelineUse()  # since when it is so
-        self._judged = self.counts.use
+        self._counted_s, self._per_s = clock(), dict[str, float]()  # since when it is so
+        self._judged = replace(self.counts)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
@@ -140,8 +163,7 @@ class Making:
     def knows(self, name: str) -> bool:
         """Returns whether it is known how to cut a data set; if not, that is found out."""
         is_known = name in self.scheduler.sizes
-        due_s = self._failed.get(name, (0, 0.0))[1]
-        if not (is_known or name in self._measuring or self._clock() < due_s):
+        if not (is_known or name in self._measuring):
             self._unmeasured.add(name)
         return is_known
 
@@ -217,23 +239,24 @@ class Making:
         """Adds the time since the last event; when nobody reads, it does not count."""
         passed_s = max(0.0, self._clock() - self._counted_s)
         self._counted_s += passed_s
-        self.counts.use = self.counts.use.plus(self._per_s, passed_s)
+        for name, rate in self._per_s.items():
+            setattr(self.counts, name, getattr(self.counts, name) + rate * passed_s)
 
-    def _use_per_s(self) -> PipelineUse:
-        """What is so until the next event."""
+    def _use_per_s(self) -> dict[str, float]:
+        """What is so until the next event, by the name of what counts it."""
         scheduler, num_measuring = self.scheduler, len(self._measuring)
         if not (reading := len(scheduler.passes) + num_measuring):
-            return PipelineUse()
+            return {}
         running = sum(map(self.workers.num_running, self._makers))
         busy = sum(map(self.workers.num_busy, self._makers))
-        return PipelineUse(
-            active_s=1,
-            running_s=running,
-            busy_s=busy,
-            blocked_s=running - busy if scheduler.is_blocked else 0,
-            reading_s=reading,
-            stalled_s=len(scheduler.stalled) + num_measuring,
-        )
+        return {
+            "active_s": 1,
+            "running_s": running,
+            "busy_s": busy,
+            "blocked_s": running - busy if scheduler.is_blocked else 0,
+            "reading_s": reading,
+            "stalled_s": len(scheduler.stalled) + num_measuring,
+        }
 
     def _staff(self) -> None:
         """A chunk was made: twice as many work if readers have waited though all were at work.
@@ -241,11 +264,11 @@ class Making:
         That is not judged while some still load the data sets. Who is idle for long is ended.
         """
         self._count_time()
-        use, since = self.counts.use, self.counts.use.since(self._judged)
+        since = self.counts.since(self._judged)
         if self.workers.has_fresh(MAKER):
-            self._judged = use
+            self._judged = replace(self.counts)
         elif self._setup.is_adaptive and since.active_s >= STAFFING_S:
-            self._judged = use
+            self._judged = replace(self.counts)
             busy_share = since.busy_s / (self._num_wanted * since.active_s)
             if busy_share >= SATURATED and since.stalled_share >= STARVED:
                 self._num_wanted = min(2 * self._num_wanted, self._setup.num_preprocessors)
@@ -310,10 +333,12 @@ class Making:
     def _measured(self, message: SampleMeasured) -> None:
         name, dataset = message.name, self._setup.spec.dataset(message.name)
         self._measuring.discard(name)
-        if message.has_failed and self._measures_again(name):
-            return
+        if message.has_failed:
+            self._num_unmeasured[name] += 1
+            if self._num_unmeasured[name] < MAX_DEATHS:
+                return  # once more: nodes that guess another size share nothing of it
         if not message.is_repeatable:
-            self.notices.unseeded(name)
+            self._tell(_UNSEEDED, name)
         size = choose_chunk_size(
             dataset,
             sample_bytes=message.sample_bytes,
@@ -329,16 +354,25 @@ class Making:
         key, counts = message.key, self.counts
         counts.preprocessed += message.num_samples
         counts.num_loaded += message.num_loaded
-        self.notices.count(key.name, message.num_samples, message.busy_s)
         if key.owner is None and self._was_made(key):
             counts.repeated += message.num_samples
-            self.notices.repeated(key.name)
+            self._tell(_REPEATED, key.name, mib=self.arena.nbytes >> 20)
         if message.complaint is not None:
             counts.num_skipped += len(message.skipped)
-            self.notices.skipped(key.name, message.skipped, message.complaint)
+            named = [*map(str, message.skipped[:_MOST_NAMED])]
+            named += ["..."] * (len(message.skipped) > _MOST_NAMED)
+            complaint = message.complaint.text()
+            self._tell(_SKIPPED, key.name, named=", ".join(named), complaint=complaint)
         if self._decoded.is_full and self._decoded.serves(key.name):
-            self.notices.decoded_full(key.name, partial(self._decoded.kept_share, key.name))
+            mib = (self.arena.nbytes - self._space.nbytes) >> 20
+            self._tell(_DECODED_FULL, key.name, mib=mib)
         self._staff()
+
+    def _tell(self, text: str, name: str = "", **more: object) -> None:
+        """Says something to the user, once of each data set."""
+        if (text, name) not in self._told:
+            self._told.add((text, name))
+            self.notices.append(text.format(name=name, **more))
 
     def _was_made(self, key: ChunkKey) -> bool:
         """Whether a chunk had been made before; notes that it is now."""
@@ -357,15 +391,3 @@ class Making:
             case ProduceChunk(key=key):
                 self.scheduler.lost(key, ChunkError(summary=_DIED.format(name=key.name)))
         self._on_idle()
-
-    def _measures_again(self, name: str) -> bool:
-        """Measuring failed: it is repeated, but not for ever; then readers hear of the failure.
-
-        Not at once where other nodes measure too: what is amiss may be over in a moment.
-        """
-        times = self._failed.get(name, (0, 0.0))[0] + 1
-        is_shared = self._peers is not None and self._peers.plan.is_shared
-        self._failed[name] = times, self._clock() + is_shared * times * MEASURE_AGAIN_S
-        if is_shared and times == MAX_DEATHS:
-            self.notices.unmeasured(name)
-        return times < MAX_DEATHS

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline.exchange import Peers
-from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.pipeline_messages import (
     Advance,
     ArenaOpened,
@@ -18,11 +17,12 @@ from optuna_fleet.pipeline.pipeline_messages import (
     OpenPass,
     PassId,
     PassOpened,
+    PipelineStats,
 )
+from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.pipeline.server.making import Making
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import EpochKey
-from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import Port, close_ports_in_child
 
 _MOST_AHEAD = 16
@@ -106,7 +106,7 @@ class PipelineServer:
         """
         self._making.resume()
         self._work()
-        while notices := self._making.notices.outbox:
+        while notices := self._making.notices:
             self._notify(notices.pop(0))
 
     @property

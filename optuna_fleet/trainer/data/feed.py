@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.accelerator import accelerator_of
-from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.client import Batch
 from optuna_fleet.trainer.nested import map_tensors, to_device
 
 Finish = Callable[[Any], Any]

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.reader.inline_client import InlineClient
+from optuna_fleet.pipeline.reader.client import InlineClient, PipelineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Shards
 from optuna_fleet.trainer.data.telling import Telling

@@ -1,11 +1,24 @@
-"""Readers of any batch size and speed that come, leave and die in any order: none is harmed."""
+"""Readers of any batch size and speed that come, leave and die in any order: none is harmed.
 
+Nor are they by preprocessors that are killed.
+"""
+
+import os
+import signal
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_datasets import COUNTS, Counted
-from pipeline_harness import Agent, PipelineClient, permutation, serving, shard, vanish
+from pipeline_harness import (
+    MAX_DEATHS,
+    Agent,
+    PipelineClient,
+    permutation,
+    serving,
+    shard,
+    vanish,
+)
 
 from optuna_fleet import SharedPipeline
 
@@ -68,6 +81,16 @@ def join(agent: Agent, data) -> Reader:
     )
 
 
+def kill_one(agent: Agent) -> int:
+    """Kills a preprocessor, if there is one; returns how many it were."""
+    for pid in agent.pids()[:1]:
+        os.kill(pid, signal.SIGKILL)
+        while pid in agent.pids():
+            pass  # each question is answered after what the agent has heard so far
+        return 1
+    return 0
+
+
 @given(
     data=st.data(),
     n=st.integers(1, 200),
@@ -75,7 +98,7 @@ def join(agent: Agent, data) -> Reader:
     num_preprocessors=st.integers(1, 3),
     spilled=st.booleans(),
 )
-@settings(max_examples=25, database=None)
+@settings(max_examples=20, database=None)
 def test_every_reader_gets_its_epoch_whatever_the_others_do(
     data, n, memory_bytes, num_preprocessors, spilled, tmp_path_factory
 ):
@@ -85,10 +108,13 @@ def test_every_reader_gets_its_epoch_whatever_the_others_do(
     options = {"num_preprocessors": num_preprocessors, "chunk_bytes": 500}
     with serving(pipeline, memory_bytes=memory_bytes, spill_dir=folder, **options) as agent:
         readers: list[Reader] = [join(agent, data)]
+        num_killed = 0  # fewer than the deaths over one chunk that make it an error
         for _ in range(data.draw(st.integers(1, 60))):
-            what = data.draw(st.sampled_from(["step"] * 6 + ["join", "leave", "die"]))
+            what = data.draw(st.sampled_from(["step"] * 6 + ["join", "leave", "die", "kill"]))
             if what == "join" and len(readers) < 6:
                 readers.append(join(agent, data))
+            elif what == "kill":
+                num_killed += kill_one(agent) if num_killed + 1 < MAX_DEATHS else 0
             elif readers:
                 reader = data.draw(st.sampled_from(readers))
                 match what:
@@ -107,5 +133,6 @@ def test_every_reader_gets_its_epoch_whatever_the_others_do(
         stats = agent.stats()
         assert stats.lent_bytes == 0
         assert stats.peak_bytes <= memory_bytes
+        assert stats.num_lost == num_killed
         if memory_bytes > 1 << 19:
             assert stats.repeated == 0

@@ -62,41 +62,32 @@ def test_the_last_maker_of_a_single_broadcast_gives_to_those_that_make_nothing()
         assert labels(found[2].client(), epoch=1) == order_of(1)
 
 
-def test_nodes_that_cut_unlike_chunks_read_the_same():
-    with nodes(pipeline(), 1, patience_s=LONG_S) as found:
-        found.append(Node(pipeline(), "node 1", chunk_bytes=300, patience_s=LONG_S))
-        agree(found)
-        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
-        assert sums(found) == (2 * N, 0)
-        found.pop().close()
-
-
-def test_nodes_that_would_make_unlike_chunks_do_not_share():
-    def finishing(**options):
-        return SharedPipeline(train=Counted(N), seed=3, finish=lambda x: x, **options)
+@pytest.mark.parametrize(
+    "unlike", [{"chunk_bytes": 300}, {"finish_on_device": True}, {"credentials": OTHERS}]
+)
+def test_nodes_whose_chunks_are_unlike_or_of_another_sweep_share_none(unlike):
+    def finishing():
+        return SharedPipeline(train=Counted(N), seed=3, finish=lambda x: x)
 
     with nodes(finishing(), 1, patience_s=LONG_S) as found:
-        found.append(Node(finishing(), "node 1", finish_on_device=True, patience_s=LONG_S))
+        found.append(Node(finishing(), "node 1", **{"patience_s": LONG_S, **unlike}))
         agree(found)
         assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
         assert sums(found) == (2 * N, 0)
         found.pop().close()
 
 
-def test_little_memory_does_not_make_nodes_wait_for_each_other():
-    with nodes(pipeline(), 2, patience_s=LONG_S, memory_bytes=6000) as found:  # of a chunk
+KEPT = {"prepare": lambda s: (s[0].repeat(8), s[1]), "augment": lambda sample: sample}
+
+
+@pytest.mark.parametrize(
+    ("stages", "memory_bytes"),
+    [({}, 6000), (KEPT, 80_000)],  # of a chunk; what the decoded store leaves
+)
+def test_little_memory_does_not_make_nodes_wait_for_each_other(stages, memory_bytes):
+    data = SharedPipeline(train=Counted(N), seed=3, **stages)
+    with nodes(data, 2, patience_s=LONG_S, memory_bytes=memory_bytes) as found:
         assert read_everywhere(found, range(2), (7, 16)) == [[order_of(0), order_of(1)]] * 4
-
-
-def test_what_the_decoded_store_leaves_does_not_make_nodes_wait_for_each_other():
-    data = SharedPipeline(
-        train=Counted(N),
-        seed=3,
-        prepare=lambda sample: (sample[0].repeat(8), sample[1]),
-        augment=lambda sample: sample,
-    )
-    with nodes(data, 2, patience_s=LONG_S, memory_bytes=80_000) as found:
-        assert read_everywhere(found, range(3), (7, 16)) == [[order_of(e) for e in range(3)]] * 4
 
 
 def test_a_sample_that_raises_is_an_error_on_every_node():
@@ -151,12 +142,3 @@ def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
             assert labels(client, epoch=epoch) == order_of(epoch)
             if found[0].stats().num_received > before.num_received:
                 break
-
-
-def test_nodes_of_another_sweep_get_and_give_nothing():
-    with nodes(pipeline(), 1) as found:
-        found.append(Node(pipeline(), "node 1", credentials=OTHERS))
-        agree(found)
-        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
-        assert sums(found) == (2 * N, 0)
-        found.pop().close()

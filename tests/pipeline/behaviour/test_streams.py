@@ -6,7 +6,6 @@ import gc
 import os
 import random
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import datasets
@@ -14,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from exchange_harness import nodes
-from pipeline_harness import PipelineClient, serving
+from pipeline_harness import everywhere, plain, samples, serving
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from optuna_fleet import FleetConfigError, PreprocessingError, SharedPipeline
+from optuna_fleet import PreprocessingError, SharedPipeline
 
 N = 50
 
@@ -59,24 +58,8 @@ class Parts(Sized):
                 yield index, self.epoch, self.number, info.seed, noise
 
 
-def read(
-    client: PipelineClient, epoch: int = 0, batch_size: int = 7, name: str = "train", **more: Any
-) -> list[Any]:
-    batches = client.read(name, epoch=epoch, batch_size=batch_size, **more)
-    return [batch.data for batch in batches]
-
-
-def numbers(batches: list[Any]) -> list[int]:
-    return [int(each) for batch in batches for each in (batch if batch is not None else [])]
-
-
-def rows(batches: list[Any]) -> list[Any]:
-    """What makes one sample, for each."""
-    found = []
-    for indices, epochs, counts, seeds, (python, numpy, tensors) in batches:
-        columns = (indices, epochs, counts, seeds, python, numpy, tensors)
-        found += list(zip(*(each.tolist() for each in columns), strict=True))
-    return found
+def shared(**data: Any) -> SharedPipeline:
+    return SharedPipeline(**data, collate_fn=list)
 
 
 def interleaved(n: int, shards: int) -> list[int]:
@@ -84,104 +67,73 @@ def interleaved(n: int, shards: int) -> list[int]:
     return [part[turn] for turn in range(n) for part in parts if turn < len(part)]
 
 
-@pytest.mark.parametrize("shards", [8, 3, 1])
+@pytest.mark.parametrize("shards", [8, 1])
 def test_shards_are_read_in_turn(shards: int) -> None:
-    data = {"train": Numbers(), "train_sized": Sized(), "train_few": Numbers(3)}
-    pipeline = SharedPipeline(**data, shards=shards)
-    inline = pipeline.inline()
-    with serving(pipeline) as agent:
-        client = agent.client()
-        for name, stream in data.items():
-            batches = read(client, name=name)
-            assert numbers(batches) == interleaved(stream.n, shards)
-            assert [len(batch) for batch in batches] == [7] * (stream.n // 7) + [stream.n % 7]
-            assert numbers(read(inline, name=name)) == interleaved(stream.n, shards)
-            assert pipeline.spec().dataset(name).num_samples == stream.n
+    data = {"train": Numbers(), "train_sized": Sized(), "val": Numbers(3), "test": [5, 6]}
+    found = everywhere(data, shards=shards)
+    assert found.pop("test") == [[5, 6]] * 2
+    assert found == {name: [interleaved(data[name].n, shards)] * 2 for name in found}  # type: ignore[attr-defined]
 
 
 def test_samples_come_as_from_the_workers_of_a_loader() -> None:
-    loader = DataLoader(Parts(), batch_size=None, num_workers=2)
-    theirs = [row[:3] for row in loader]  # one sample of each worker in turn
-    with serving(SharedPipeline(train=Parts(), shards=2)) as agent:
-        ours = [row[:3] for row in rows(read(agent.client()))]
-    assert [row[0] for row in ours] == [row[0] for row in theirs]
-    assert [row[2] for row in ours] == [row[2] for row in theirs]
+    theirs = [*DataLoader(Parts(), batch_size=None, num_workers=2)]  # one of each in turn
+    with serving(shared(train=Parts(), shards=2)) as agent:
+        ours = samples(agent.client())
+    assert [(row[0], row[2]) for row in ours] == [(row[0], row[2]) for row in theirs]
 
 
 def test_every_reader_gets_the_same_whatever_its_batches_and_pace() -> None:
-    pipeline = SharedPipeline(train=Parts(), seed=3)
-    wanted = [rows(read(pipeline.inline(), epoch)) for epoch in range(2)]
+    wanted = everywhere({"train": Parts()}, seed=3)["train"]
     assert [row[0] for row in wanted[0]] == [row[0] for row in wanted[1]]
     assert [{row[1] for row in epoch} for epoch in wanted] == [{0}, {1}]
     assert all(a[4:] != b[4:] for a, b in zip(*wanted, strict=True))
-    with serving(pipeline, chunk_bytes=1000) as agent:
+    with serving(shared(train=Parts(), seed=3), chunk_bytes=1000) as agent:
         early = iter(agent.client().read("train", epoch=0, batch_size=16))
-        first = [next(early).data]
-        for batch_size in (1, 9, 50):
-            for epoch in (1, 0):
-                assert rows(read(agent.client(), epoch, batch_size)) == wanted[epoch]
-        assert rows(first + [batch.data for batch in early]) == wanted[0]
-        stats = agent.stats()
-    assert stats.preprocessed == 2 * N
+        first = next(early).data
+        for epoch in (1, 0):
+            assert samples(agent.client(), epoch=epoch, batch_size=9) == wanted[epoch]
+        rest = [sample for batch in early for sample in batch.data]
+        assert list(map(plain, first + rest)) == wanted[0]
+        assert agent.stats().preprocessed == 2 * N
 
 
 def test_little_memory_costs_time_only() -> None:
-    pipeline = SharedPipeline(train=Parts(400), seed=3)
-    wanted = [rows(read(pipeline.inline(), epoch)) for epoch in range(2)]
+    pipeline = shared(train=Parts(400), seed=3)
     with serving(pipeline, chunk_bytes=700, memory_bytes=20_000) as agent:
         readers = [iter(agent.client().read("train", epoch=e, batch_size=9)) for e in (0, 1, 0)]
-        found: list[list[Any]] = [[next(reader).data] for reader in readers]
+        found = [[*next(reader).data] for reader in readers]
         for at in (2, 0, 1):
-            found[at] += [batch.data for batch in readers[at]]
+            found[at] += [sample for batch in readers[at] for sample in batch.data]
         assert agent.stats().repeated > 0
-    assert [rows(each) for each in found] == [wanted[0], wanted[1], wanted[0]]
+    wanted = [samples(pipeline.inline(), epoch=epoch) for epoch in (0, 1, 0)]
+    assert [list(map(plain, each)) for each in found] == wanted
 
 
 def test_a_maker_that_is_killed_is_replaced_by_one_that_reads_on() -> None:
-    pipeline = SharedPipeline(train=Parts(400), seed=3)
+    pipeline = shared(train=Parts(400), seed=3)
     with serving(pipeline, chunk_bytes=1000, memory_bytes=40_000) as agent:
-        batches = iter(agent.client().read("train", epoch=1, batch_size=16))
-        found = [next(batches).data]
-        for _ in range(3):
-            for pid in agent.pids():
+        found = []
+        for step, batch in enumerate(agent.client().read("train", epoch=1, batch_size=16)):
+            found += list(map(plain, batch.data))
+            for pid in agent.pids() if step in (0, 5, 10) else ():
                 os.kill(pid, 9)
-            found += [next(batches).data for _ in range(5)]
-        found += [batch.data for batch in batches]
         assert agent.stats().num_lost >= 1
-    assert rows(found) == rows(read(pipeline.inline(), 1))
+    assert found == samples(pipeline.inline(), epoch=1)
 
 
 def test_shards_of_ranks_and_a_beginning_in_the_midst_of_an_epoch() -> None:
-    with serving(SharedPipeline(train=Sized())) as agent:
+    with serving(shared(train=Sized())) as agent:
         client = agent.client()
-        ranks = [read(client, rank=rank, world_size=2) for rank in range(2)]
-        both = [each for pair in zip(*ranks, strict=True) for each in pair]
-        assert numbers(both) == numbers(read(client))
-        assert numbers(read(client, first_step=3)) == interleaved(N, 8)[21:]
+        ranks = [samples(client, batch_size=N, rank=rank, world_size=2) for rank in range(2)]
+        assert ranks[0] + ranks[1] == interleaved(N, 8)
+        assert samples(client, first_step=3) == interleaved(N, 8)[21:]
 
 
 def test_stages_are_for_streams_too() -> None:
     options = {"prepare": lambda n: n * 2, "augment": lambda n: (n, torch.rand(()))}
-    pipeline = SharedPipeline(train=Sized(), seed=1, **options)
-    wanted = [read(pipeline.inline(), epoch) for epoch in range(2)]
-    with serving(pipeline) as agent:
-        found = [read(agent.client(), epoch) for epoch in range(2)]
-        assert agent.stats().num_loaded == 0
-    for ours, theirs in zip(chain(*found), chain(*wanted), strict=True):
-        assert [each.tolist() for each in ours] == [each.tolist() for each in theirs]
-    assert found[0][0][0].tolist() == [2 * n for n in interleaved(N, 8)[:7]]
-    assert found[0][0][1].tolist() != found[1][0][1].tolist()
-
-
-def test_a_stream_beside_a_data_set() -> None:
-    data = {"train": Sized(), "val": Numbers(9), "test": [5, 6, 7]}
-    with serving(SharedPipeline(**data)) as agent:
-        client = agent.client()
-        for epoch in range(2):
-            assert numbers(read(client, epoch)) == interleaved(N, 8)
-            for name, wanted in (("val", interleaved(9, 8)), ("test", [5, 6, 7])):
-                (batch,) = client.read(name, epoch=epoch, batch_size=9)
-                assert batch.data.tolist() == wanted
+    first, other = everywhere({"train": Sized()}, seed=1, **options)["train"]
+    assert [number for number, _ in first] == [2 * n for n in interleaved(N, 8)]
+    assert [noise for _, noise in first] != [noise for _, noise in other]
 
 
 class Torn(Sized):
@@ -196,10 +148,10 @@ class Torn(Sized):
 def test_what_a_stream_raises_is_told_with_its_traceback(on_error: str) -> None:
     with serving(SharedPipeline(train=Torn(), on_error=on_error)) as agent:
         with pytest.raises(PreprocessingError, match="OSError: the connection is lost") as error:
-            read(agent.client())
+            samples(agent.client())
         assert 'raise OSError("the connection is lost")' in str(error.value)
     with pytest.raises(OSError, match="the connection is lost"):
-        read(SharedPipeline(train=Torn()).inline())
+        samples(shared(train=Torn()).inline())
 
 
 class Opened(Sized):
@@ -237,28 +189,8 @@ def test_a_pass_that_is_of_another_length_is_told(kind: type[Sized], number: str
     message = rf"gave {number} samples in one pass, but it is to have 50.*get_worker_info"
     error = pytest.raises(PreprocessingError, match=message)
     with serving(SharedPipeline(train=kind())) as agent, error:
-        read(agent.client())
-    with serving(SharedPipeline(train=All(), shards=1)) as agent:
-        assert numbers(read(agent.client())) == [*range(N)]
-
-
-def once() -> Iterator[int]:
-    yield 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"train": once()}, "of type generator.*torch.utils.data.IterableDataset"),
-        ({"train": Sized(), "sampler": [1, 2]}, "'train' is a stream.*leave out its `sampler`"),
-        ({"train": Sized(0)}, "'train' is empty"),
-        ({"train": Sized(), "shards": 0}, "`shards` is 0"),
-        ({"train": Sized(), "batched": ["train"]}, "'train' is of type Sized, which has none"),
-    ],
-)
-def test_what_can_not_work(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(FleetConfigError, match=message):
-        SharedPipeline(**arguments)
+        samples(agent.client())
+    assert samples(shared(train=All(), shards=1).inline()) == [*range(N)]
 
 
 def test_counting_leaves_the_users_process_as_it_was() -> None:
@@ -285,15 +217,15 @@ def test_of_a_loader() -> None:
     loaders = {"train": DataLoader(Sized(), batch_size=4), "val": DataLoader(Numbers(3))}
     pipeline = SharedPipeline.from_dataloader(**loaders)
     assert [each.shuffled for each in pipeline.spec().datasets] == [True, False]
-    assert numbers(read(pipeline.inline())) == interleaved(N, 8)
+    assert samples(pipeline.inline()) == interleaved(N, 8)
 
 
 def test_one_node_reads_a_stream_for_all() -> None:
-    pipeline = SharedPipeline(train=Parts(300), val=[*range(300)], seed=3)
-    wanted = [rows(read(pipeline.inline(), epoch)) for epoch in range(2)]
+    pipeline = shared(train=Parts(300), seed=3)
+    wanted = [samples(pipeline.inline(), epoch=epoch) for epoch in range(2)]
     with nodes(pipeline, 3, patience_s=600.0) as found:
         for node in found:
-            assert [rows(read(node.client(), epoch)) for epoch in range(2)] == wanted
+            assert [samples(node.client(), epoch=epoch) for epoch in range(2)] == wanted
         stats = [node.stats() for node in found]
     assert sorted(each.preprocessed for each in stats) == [0, 0, 600]
 
@@ -302,7 +234,8 @@ def test_a_stream_of_hugging_face() -> None:
     rows = datasets.Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=3)
     stream = rows.shuffle(seed=1, buffer_size=5).map(lambda row: {"y": 2 * row["x"]})
     with serving(SharedPipeline(train=stream)) as agent:
-        epochs = [read(agent.client(), epoch) for epoch in (0, 1, 0)]
+        client = agent.client()
+        epochs = [[b.data for b in client.read("train", epoch=e, batch_size=7)] for e in (0, 1, 0)]
     found = [[x for batch in epoch for x in batch["x"].tolist()] for epoch in epochs]
     assert found[0] == found[2] != found[1]
     assert sorted(found[0]) == sorted(found[1]) == [*range(30)]

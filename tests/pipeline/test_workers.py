@@ -1,11 +1,14 @@
-"""Preprocessors that are stuck, and those that only seem to be."""
+"""Preprocessors that are stuck, those that only seem to be, and what is asked of one first."""
 
 import os
 import selectors
 
 import pytest
+import torch
+from pipeline_datasets import COUNTS, SWITCH, Counted
+from pipeline_harness import serving
 
-from optuna_fleet.pipeline import wire
+from optuna_fleet.pipeline import SharedPipeline, wire
 from optuna_fleet.pipeline.pipeline_messages import AtWork, MeasureSample
 from optuna_fleet.pipeline.server.workers import MAKER, Workers
 
@@ -47,3 +50,20 @@ def test_who_is_done_is_not_killed_because_nobody_has_looked_for_long(
         pool.kill_stuck(10)
         assert killed == [1]
         pool.close()
+
+
+class Faltering(Counted):
+    """The third sample is larger than the others, and can't be had the first time."""
+
+    def __getitem__(self, index):
+        if index == 2 and not COUNTS[SWITCH]:
+            COUNTS[SWITCH] += 1
+            raise OSError("no answer")
+        return torch.zeros(100_000 if index == 2 else 1)
+
+
+def test_a_size_is_measured_again_where_that_failed():
+    """Nodes that cut differently would share nothing."""
+    pipeline = SharedPipeline(val=Faltering(100_000), collate_fn=list)
+    with serving(pipeline, num_preprocessors=1) as agent:
+        assert agent.client().open_pass("val", 0, 0).chunk_size == 8
