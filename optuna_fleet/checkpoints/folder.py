@@ -23,14 +23,6 @@ from optuna_fleet.exceptions import FleetConfigError
 _CALL = "call.json"
 
 
-def study_of(folder: Store) -> str:
-    """The name of the study whose folder it is, as the last call there has recorded it."""
-    with contextlib.suppress(FleetConfigError):
-        if call := _read_call(folder):
-            return call.study
-    return folder.root.name
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
     """One `optimize` call, as its folder knows it."""
@@ -43,19 +35,6 @@ class CallRecord:
     was_interrupted: bool = False  # by a Ctrl-C, or the script's own end
     code: str = ""  # digest of the objective's code, if that is known
     whole: str = ""  # likewise, of the values that it uses too
-
-
-def _read_call(folder: Store) -> CallRecord | None:
-    try:
-        with folder.read(_CALL) as file:
-            return CallRecord(**json.load(file))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise FleetConfigError(
-            f"The record of the last call, {folder.root / _CALL}, can't be read ({error}): remove "
-            "it to begin a new call. Trials that a dead driver left RUNNING then stay so."
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +71,7 @@ class StudyFolder:
     def final_bytes(self, number: int) -> int:
         """Size of the checkpoint that a trial has left; 0 if it has none."""
         try:
-            return self.store.about(self.final(number).name).st_size
+            return self.store.size(self.final(number).name)
         except OSError:
             return 0
 
@@ -146,7 +125,17 @@ class StudyFolder:
 
     def last_call(self) -> CallRecord | None:
         """The last call that used this folder."""
-        return _read_call(self.store)
+        try:
+            with self.store.read(_CALL) as file:
+                return CallRecord(**json.load(file))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise FleetConfigError(
+                f"The record of the last call, {self.path / _CALL}, can't be read ({error}): "
+                "remove it to begin a new call. Trials that a dead driver left RUNNING then stay "
+                "so."
+            ) from error
 
     def record_call(self, call: CallRecord) -> None:
         """Replace the record of the last call."""

@@ -43,9 +43,9 @@ class Store:
         """What there is, whole or not, and the stores that are in it."""
         return os.listdir(self.root)
 
-    def about(self, name: str) -> os.stat_result:
-        """Its size, when it was written, and whether it is a file."""
-        return os.stat(self.root / name)
+    def size(self, name: str) -> int:
+        """In bytes."""
+        return os.stat(self.root / name).st_size
 
     def remove(self, name: str) -> None:
         """Remove it."""
@@ -120,21 +120,6 @@ def is_shared(root: Path, token: str) -> bool:
         return (root / _TOKEN).read_text() == token and os.access(root, os.W_OK)
     except (OSError, ValueError):
         return False
-
-
-def holder_of(root: Path) -> str | None:
-    """Who holds a folder now, in words, or None."""
-    try:
-        descriptor = os.open(root / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _written_by(descriptor)
-    finally:
-        os.close(descriptor)
-    return None
 
 
 def _written_by(descriptor: int) -> str:

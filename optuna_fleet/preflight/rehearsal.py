@@ -25,7 +25,7 @@ from optuna_fleet.preflight.rehearsals import ENVIRONMENT, forked, left_in
 from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death
 from optuna_fleet.trainer.checkpoint import Captured
-from optuna_fleet.trainer.groups import join_group_of, wait_until_left
+from optuna_fleet.trainer.groups import join_group, wait_until_left
 from optuna_fleet.trainer.leaving import Held
 from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.prepared import OPTIONS
@@ -162,7 +162,7 @@ class RehearsedTrial(FleetTrial):
         objective = self._scene.objective(run)
         seed_run(run.seed, run.number)
         if run.world_size == 1:  # several join when the training begins
-            join_group_of(run, "cpu")
+            join_group(run, "cpu")
         seed_torch(run.seed, run.number)
         if run.world_size > 1:
             assert self._training
@@ -311,11 +311,7 @@ class _Session(Session):
             args = ([i if i in objects else choice for i, choice in enumerate(args[0])],)
         value = getattr(self._trial, kind)(name, *args, **kwargs)
         self._notes.params[name] = value
-        if type(value) is int and value in objects:
-            return objects[value]
-        if is_primitive(value):
-            self.parameters[name] = value
-        return value
+        return objects[value] if type(value) is int and value in objects else value
 
     def read(self, target: str, name: str) -> Any:
         """See `Session`."""

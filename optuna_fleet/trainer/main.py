@@ -169,9 +169,9 @@ class Trainer:
         """Give torch this trial's settings, seeds and process group before it begins."""
         self._objective.adopt_torch()
         if run.world_size == 1:
-            from optuna_fleet.trainer.groups import join_group_of
+            from optuna_fleet.trainer.groups import join_group
 
-            join_group_of(run, self._device.type)
+            join_group(run, self._device.type)
         seed_torch(run.seed, run.number)
 
     def _called(self, objective: Any, trial: FleetTrial, session: Session) -> Any:

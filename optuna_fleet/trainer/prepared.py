@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optuna_fleet.arguments import check_that, did_you_mean, is_a
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.gradients import batchnorm
 from optuna_fleet.trainer.gradients.replicas import check_same, make_same
@@ -85,14 +85,9 @@ class Prepared:
         has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
         if isinstance(thing, type) or not has_state:
             kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-            hint = did_you_mean(name, OPTIONS).removesuffix("?")
             what = f" as `{name}`" if name else ""
-            if isinstance(thing, (list, tuple, dict)):
-                hint = ": each by itself, as in trial.prepare(model, optimizer)"
-            elif isinstance(thing, torch.utils.data.DataLoader):
-                hint = "; batches come from trial.batches(name, batch_size=...)"
             raise FleetConfigError(
-                f"trial.prepare() was given a `{kind}`{what}, but takes {_TAKES}{hint}."
+                f"trial.prepare() was given a `{kind}`{what}, but takes {_TAKES}, each by itself."
             )
         if isinstance(thing, torch.nn.Module):
             _check_initialised(thing)

@@ -137,7 +137,7 @@ class Saver:
             self._failed(error)
             return
         self._tell(
-            CheckpointSaved(run_id=self._run.run_id, epoch=content.epoch, location=location)
+            CheckpointSaved(run_id=self._run.run_id, epoch=content.position[1], location=location)
         )
 
     def _failed(self, error: Exception) -> None:
@@ -186,7 +186,7 @@ class RunFiles:
         return str(path)
 
     def _put(self, file: IO[bytes], content: Captured) -> None:
-        checkpoint_file.write(file, content.file.data, owner=self._owner, epoch=content.epoch)
+        checkpoint_file.write(file, content.file.data, self._owner)
 
     def load(self, path: str) -> Captured:
         """Read a checkpoint of this trial, see `checkpoint.load`.
@@ -195,9 +195,8 @@ class RunFiles:
             CheckpointError: It can't be read, or is not good.
             RetryableError: The driver can't be reached.
         """
-        run = self._run
         data = checkpoint_file.contents(path) if self._is_shared else self._fetched(path)
-        return checkpoint.loaded(path, data, self._owner, run.parameters)
+        return checkpoint.loaded(path, data, self._owner)
 
     def _fetched(self, path: str) -> bytearray:
         data = bytearray()

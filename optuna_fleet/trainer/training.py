@@ -24,7 +24,7 @@ from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
+from optuna_fleet.trainer.groups import can_leave_alone, join_group, leave_group
 from optuna_fleet.trainer.leaving import Held, Leaving
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.run_parts import Bounds, Parts, Widths
@@ -105,7 +105,7 @@ class Training:
         """Join the other ranks; if the trial is resumed, rank 0 reads its state and sends it."""
         if self._run.rank == 0 and self._run.resumes and held is None:
             held = self.saver.newest()  # may fail, so it comes before the other ranks wait for it
-        join_group_of(self._run, self.device.type)
+        join_group(self._run, self.device.type)
         if not self._run.resumes:
             return
         file = collectives.broadcast(held.file if held else None)
@@ -142,7 +142,6 @@ class Training:
 
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
-        self.kept.steps.close()
         self._parts.reducer.close()
         batchnorm.end()
 

@@ -7,19 +7,17 @@ That is what was prepared and what its ``state_dict`` leaves out, ``trial.state`
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
 from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.states import (
@@ -44,29 +42,6 @@ class InParts(Protocol):
         """Forget what the others hold."""
 
 
-class Steps:
-    """Sees whether gradients wait for the step of some optimizer, and must be kept."""
-
-    def __init__(self, objects: Sequence[Any], reducer: Reducer) -> None:
-        self._objects = objects  # what was prepared so far
-        self._reducer = reducer  # counts backward passes
-        self._stepped: dict[int, int] = {}  # after how many of them, by optimizer
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-
-    def close(self) -> None:
-        """Look no more; the hook would keep the trial's memory."""
-        self._handle.remove()
-
-    @property
-    def are_pending(self) -> bool:
-        """Whether one is awaited."""
-        optimizers = [id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)]
-        return any(self._stepped.get(o) != self._reducer.num_passes for o in optimizers)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped[id(optimizer)] = self._reducer.num_passes
-
-
 class TrainingState:
     """Of one rank.
 
@@ -82,7 +57,6 @@ class TrainingState:
         self._session = parts.session
         self._position = parts.position
         self._user = parts.user
-        self.steps = Steps(parts.objects, parts.reducer)
         self._called: list[str] = []
         self._names: list[frozenset[str]] = []  # in modules, where the loop began
         self._saved: Checkpoint | None = None
@@ -99,6 +73,11 @@ class TrainingState:
     def is_empty(self) -> bool:
         """Whether nothing that could be kept is trained."""
         return self._position.reads_unprepared and not self.objects
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients wait for the step of some optimizer, and must be kept."""
+        return self._parts.reducer.awaits_step_of(self.objects)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -151,8 +130,7 @@ class TrainingState:
             history=dict(self._session.reports.values),
             modules=[i for i, thing in enumerate(self.objects) if self._is_module(i, thing)],
             names=self._called,
-            remainder=remainder_of(self.objects, with_gradients=self.steps.are_pending),
-            parameters=dict(self._session.parameters),
+            remainder=remainder_of(self.objects, with_gradients=self.has_pending_gradients),
             **where,
         )
 

@@ -350,7 +350,7 @@ class FleetTrial(RemoteTrial):
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the step of some optimizer; a checkpoint then has them."""
-        return self._training.kept.steps.are_pending
+        return self._training.kept.has_pending_gradients
 
     @property
     def batch_share(self) -> Share:
