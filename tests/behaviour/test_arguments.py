@@ -157,16 +157,6 @@ def test_what_would_fail_after_the_first_trial_is_refused_before(
     assert not study.trials
 
 
-def set_state(trial: Any) -> float:
-    trial.state = {"best": 0.0}
-    return 0.0
-
-
-def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
-    with pytest.raises(AttributeError, match=r"use trial\.state\.update\(\.\.\.\), or "):
-        optuna.create_study().optimize(set_state, n_trials=1, executor=fleet)
-
-
 WRONG_CALLS = (
     (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
     (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),

@@ -77,7 +77,9 @@ class Net:
         if group_size() == 1 or not self._weights.take_trained():
             return
         self._weights.begin("the comparison of the ranks")
-        if names := _apart(_found(self._objects, self._state)):
+        values = _values(self._objects, self._state)
+        found = [one for name, value in values if (one := _sum_of(name, value)) is not None]
+        if names := _apart(found):
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise self._weights.too_wide(APART.format(names=shown))
 
@@ -108,12 +110,7 @@ def _apart(found: list[_Sum]) -> list[str]:
     return [one.name for one, apart in zip(found, differs.tolist(), strict=True) if apart]
 
 
-def _found(objects: Sequence[Any], state: dict[str, Any]) -> list[_Sum]:
-    return [_Sum(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
-
-
-def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
-    """The sum, that of absolute values, and by what part of this ranks may differ in that."""
+def _sum_of(name: str, value: Any) -> _Sum | None:
     try:
         if not isinstance(value, Tensor):
             value = torch.as_tensor(value, dtype=torch.float64)
@@ -128,33 +125,28 @@ def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
         return None
     epsilon = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
     tolerance = min(max(_EPSILONS * epsilon, _LEAST_TOLERANCE), _MOST_TOLERANCE)
-    return total.double(), size.double(), tolerance
+    return _Sum(name, total.double(), size.double(), tolerance)
 
 
 def _values(objects: Sequence[Any], state: dict[str, Any]) -> list[tuple[str, Any]]:
     """What causes that others come apart first: weights are the last."""
-    named = [(f"{type(thing).__name__} ({i})", thing) for i, thing in enumerate(objects)]
-    modules = [(name, thing) for name, thing in named if isinstance(thing, torch.nn.Module)]
-    optimizers = [one for one in named if isinstance(one[1], torch.optim.Optimizer)]
-    found: list[tuple[str, Any]] = []
-    for name, module in modules:
-        found += [(f"{name}: {key}", buffer) for key, buffer in module.named_buffers()]
-    found += _leaves(state, "trial.state")
-    for name, optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            found += _leaves(options, f"{name}: group {number}")
-    for name, thing in named:
-        if not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
+    causes, weights = _leaves(state, "trial.state"), list[tuple[str, Any]]()
+    for number, thing in enumerate(objects):
+        name = f"{type(thing).__name__} ({number})"
+        if isinstance(thing, torch.nn.Module):
+            causes += [(f"{name}: {key}", buffer) for key, buffer in thing.named_buffers()]
+            weights += [(f"{name}: {key}", param) for key, param in thing.named_parameters()]
+        elif isinstance(thing, torch.optim.Optimizer):
+            for place, group in enumerate(thing.param_groups):
+                options = {key: value for key, value in group.items() if key != "params"}
+                causes += _leaves(options, f"{name}: group {place}")
+            for place, own in enumerate(thing.state.values()):
+                weights += _leaves(own, f"{name}: state of parameter {place}")
+        else:
             with suppress(Exception):  # it can't be checkpointed either, which is told of
                 leaves = _leaves(thing.state_dict(), name)
-                found += [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
-    for name, module in modules:
-        found += [(f"{name}: {key}", param) for key, param in module.named_parameters()]
-    for name, optimizer in optimizers:
-        for place, own in enumerate(optimizer.state.values()):
-            found += _leaves(own, f"{name}: state of parameter {place}")
-    return found
+                causes += [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
+    return causes + weights
 
 
 def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
