@@ -22,8 +22,7 @@ import torch
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints import store as checkpoint_store
 from optuna_fleet.checkpoints.file import Owner
-from optuna_fleet.checkpoints.folder import CallRecord, StudyFolder
-from optuna_fleet.checkpoints.names import FileName, newest_first
+from optuna_fleet.checkpoints.folder import CallRecord, FileName, StudyFolder, newest_first
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer import checkpoint

@@ -14,7 +14,7 @@ from typing import IO
 
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
-from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.checkpoints.folder import FileName
 from optuna_fleet.checkpoints.store import Store, is_shared
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError

@@ -26,7 +26,6 @@ from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group, leave_group
 from optuna_fleet.trainer.leaving import Held, Leaving
-from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.run_parts import Bounds, Parts, Widths
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
@@ -92,9 +91,8 @@ class Training:
         self.kept = TrainingState(parts)
         self.saver = Saver(session, held.saver if held else None)
         self.leaving = Leaving(parts, self.kept, self.saver)
-        self._prepared = Prepared(parts, self.kept)
-        self._telling = Telling(parts, self._prepared, self.leaving)
-        self.loader = ShardLoader(parts, pipeline, self._prepared, self.leaving, self._telling)
+        self._telling = Telling(parts, self.kept, self.leaving)
+        self.loader = ShardLoader(parts, pipeline, self.kept, self.leaving, self._telling)
         try:
             self._join(held.content if held else None)
         except BaseException:
@@ -164,7 +162,7 @@ class Training:
         if said:
             known = asdict(self._parts.widths.bounds)  # by earlier calls
             self._parts.widths.bounds = Bounds.checked(run=self._run, **known | said)
-        self._prepared.add(objects, named, kind)
+        self.kept.prepare(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
@@ -178,7 +176,7 @@ class Training:
         self.loader.give_whole_batches(is_whole=True)
         self.in_stages = pipeline
         self.kept.in_parts = pipeline.holding
-        self._prepared.modules.append(model)
+        self.kept.modules.append(model)
         for thing in pipeline.objects:
             self.kept.add(thing)
         return pipeline

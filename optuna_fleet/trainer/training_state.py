@@ -1,23 +1,27 @@
-"""What is kept of a trial: captured as one where it stops, and restored as one where it goes on.
+"""What an objective has given to `FleetTrial.prepare`, and what is kept of its trial.
 
-That is what was prepared and what its ``state_dict`` leaves out, ``trial.state``, the sums of
-``trial.totals``, random generators, reports, and the place in the loops over epochs.
+That is captured as one where the trial stops, and restored as one where it goes on: what was
+prepared and what its ``state_dict`` leaves out, ``trial.state``, the sums of ``trial.totals``,
+random generators, reports, and the place in the loops over epochs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
-from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients import batchnorm, collectives
+from optuna_fleet.trainer.gradients.replicas import check_same, make_same
+from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.states import (
@@ -30,6 +34,14 @@ from optuna_fleet.trainer.states import (
     state_of,
     uncompiled,
 )
+
+OPTIONS = ("min_devices", "max_devices", "kind")
+"""Keywords of `FleetTrial.prepare` that are no objects."""
+
+_TAKES = (
+    "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
+)
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 class InParts(Protocol):
@@ -46,21 +58,77 @@ class TrainingState:
     """Of one rank.
 
     Attributes:
-        objects: What was prepared so far.
+        objects: What was prepared so far; it trains on one device, or data parallel on several.
+        modules: Those of them that are modules.
         in_parts: The model, the first of the objects, and its optimizer, if they are in stages.
     """
 
     def __init__(self, parts: Parts) -> None:
         self.objects = parts.objects
+        self.modules: list[torch.nn.Module] = []
         self.in_parts: InParts | None = None
         self._parts = parts
         self._session = parts.session
         self._position = parts.position
         self._user = parts.user
+        self._kind: str | None = None  # as the user calls it
         self._called: list[str] = []
         self._names: list[frozenset[str]] = []  # in modules, where the loop began
         self._saved: Checkpoint | None = None
         self._is_restored = False
+
+    # -- what is prepared -------------------------------------------------------------------------
+
+    def traits(self, reads: str) -> frozenset[str]:
+        """Of a trial that `reads` its batches so, see `Model`; none where it is not checked."""
+        if self._parts.widths.bounds.min_devices > 1 or self.in_parts is not None:
+            return frozenset()
+        if self._kind is not None:
+            return frozenset({f"of the kind {self._kind}"})
+        parts = [part for module in self.modules for part in module.modules()]
+        tensors = (tensor for module in self.modules for tensor in module.parameters())
+        choices = self._parts.session.choices.items()
+        return frozenset(
+            {
+                reads,
+                *(f"{type(x).__module__}.{type(x).__qualname__}" for x in self.objects),
+                *(f"{type(part).__module__}.{type(part).__qualname__}" for part in parts),
+                *(str(tensor.dtype) for tensor in tensors),
+                *(f"{name}={choice}" for name, choice in choices),
+            }
+        )
+
+    def prepare(
+        self, objects: Sequence[Any], named: Mapping[str, Any], kind: str | None = None
+    ) -> None:
+        """Take more of them, some as the user calls them.
+
+        Raises:
+            FleetConfigError: One has no state that can be saved, or is lazy, or a wrapper that
+                trains data parallel itself, or there is none.
+        """
+        check_that("kind", kind, is_a(str), "be a word, as 'resnet'", optional=True)
+        self._kind = kind or self._kind
+        called = [*("" for _ in objects), *named]
+        objects = [*objects, *named.values()]
+        if not objects:
+            raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
+        for thing in objects:  # before any optimizer's state is made to follow them
+            if isinstance(thing, torch.nn.Module):
+                thing.to(self._parts.device)
+        for thing, name in zip(objects, called, strict=True):
+            _check(thing, name)
+            self.add(thing, name)
+            if isinstance(thing, torch.nn.Module):
+                self._train(thing)
+
+    def _train(self, module: torch.nn.Module) -> None:
+        self.modules.append(module)
+        if group_size() > 1:
+            check_same(module)
+            make_same(module)
+        batchnorm.begin(self._parts.weights)
+        self._parts.reducer.watch(module)
 
     # -- where it stops ---------------------------------------------------------------------------
 
@@ -159,21 +227,20 @@ class TrainingState:
         self._user.update(copy.deepcopy(saved.state))
         self._session.reports.begin_with(saved.history)
 
-    def add(self, thing: Any, name: str = "") -> bool:
-        """An object was prepared, by that name if it has one; whether it was restored, on all."""
+    def add(self, thing: Any, name: str = "") -> None:
+        """An object was prepared, by that name if it has one."""
         self.objects.append(thing)
         with uncompiled(thing) as own:
             self._called.append(name or type(own).__name__)
         if self._saved is not None:
-            return self._restore(thing, len(self.objects) - 1, self._saved)
-        if isinstance(thing, torch.optim.Optimizer) and thing.state:
+            self._restore(thing, len(self.objects) - 1, self._saved)
+        elif isinstance(thing, torch.optim.Optimizer) and thing.state:
             thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
-        return False
 
-    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> bool:
+    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> None:
         if position >= len(saved.objects):
             if self._position.loop >= saved.loop:
-                return False  # made after the loop that was checkpointed
+                return  # made after the loop that was checkpointed
             raise TrialError(
                 "trial.prepare() was called with more objects than when trial "
                 f"{self._session.run.number} was checkpointed ({len(saved.objects)}): an "
@@ -183,12 +250,11 @@ class TrainingState:
         num_groups = len(state.get("param_groups", ()))
         groups = getattr(thing, "param_groups", None)
         if groups is not None and len(groups) < num_groups:
-            return False  # they were added later: see `_restore_all`
+            return  # they were added later: see `_restore_all`
         is_module = isinstance(thing, torch.nn.Module)
         if is_module and names_in(thing) != state.keys():
-            return False  # it was changed from here to the loop (pruned, say), and will be again
+            return  # it was changed from here to the loop (pruned, say), and will be again
         load_state(thing, _kept(thing, state))
-        return True
 
     def begin_loop(self) -> int | None:
         """A loop over epochs begins; return its first one, or None if it was done before."""
@@ -258,3 +324,38 @@ class TrainingState:
 def _kept(thing: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Modules copy their state; optimizers keep what they get."""
     return state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state)
+
+
+def _check(thing: Any, name: str) -> None:
+    """Check what was prepared, as `name` if it has one."""
+    has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    if isinstance(thing, type) or not has_state:
+        kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
+        what = f" as `{name}`" if name else ""
+        raise FleetConfigError(
+            f"trial.prepare() was given a `{kind}`{what}, but takes {_TAKES}, each by itself."
+        )
+    if isinstance(thing, torch.nn.Module):
+        _check_initialised(thing)
+        _check_unwrapped(thing)
+
+
+def _check_unwrapped(module: torch.nn.Module) -> None:
+    """Check that a module, and no part of it, is trained data parallel already."""
+    wrapper = next((part for part in module.modules() if isinstance(part, _WRAPPERS)), None)
+    if wrapper is not None:
+        raise FleetConfigError(
+            f"trial.prepare() was given what is in a `{type(wrapper).__name__}`, but trains "
+            "modules data parallel by itself: leave the wrapper out, and prepare and call the "
+            "module inside it."
+        )
+
+
+def _check_initialised(module: torch.nn.Module) -> None:
+    """Check that no tensor of a module is still to be made."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FleetConfigError(
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
+                f"initialised: run one batch through the model before `trial.prepare`."
+            )

@@ -15,7 +15,7 @@ from optuna_fleet.wire.packing import plain
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.data.reading import Shards
+    from optuna_fleet.trainer.data.shard_loader import Shards
     from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.totals import Totals
     from optuna_fleet.trainer.training import Training

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torchmetrics import Metric
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.data.reading import Shards
+from optuna_fleet.trainer.data.shard_loader import Shards
 from optuna_fleet.trainer.gradients.collectives import gather
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.trial import FleetTrial

@@ -17,9 +17,9 @@ from optuna_fleet.events import DataRequested, Model, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.data.reading import Asked
 from optuna_fleet.trainer.leaving import Leaving
-from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.session import Yielded
+from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.wire.messages import Trained
 
 _LONG_S = 120.0
@@ -45,13 +45,13 @@ class Telling:
         stopwatch: Measures the rate.
     """
 
-    def __init__(self, parts: Parts, prepared: Prepared, leaving: Leaving) -> None:
+    def __init__(self, parts: Parts, kept: TrainingState, leaving: Leaving) -> None:
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(parts.run.measure, parts.device)
         self._parts = parts
         self._session = parts.session
         self._run = parts.run
-        self._prepared = prepared
+        self._kept = kept
         self._leaving = leaving
         self._reached: Model | None = None  # as told last
         self._samples_per_epoch = 0
@@ -132,11 +132,11 @@ class Telling:
             self._tell(DataRequested(run_id=self._run.run_id, model=reached))
 
     def _traits(self, *, movable: bool) -> frozenset[str]:
-        if not self._prepared.modules:  # it stays on one device
+        if not self._kept.modules:  # it stays on one device
             return frozenset()
         in_periods = self._parts.position.periods is not None
         reads = "periods" if in_periods else "movable epochs" if movable else "epochs"
-        traits = self._prepared.traits(f"reads {reads}")
+        traits = self._kept.traits(f"reads {reads}")
         if not traits and self._run.num_of_all_types > 1:
             self._session.remark(["not checked"], _NOT_CHECKED)
         return traits
@@ -144,7 +144,7 @@ class Telling:
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
         digest = hashlib.sha256(f"{name}|{batch_size}".encode())
-        for module in self._prepared.modules:
+        for module in self._kept.modules:
             digest.update(type(module).__qualname__.encode())
             for key, parameter in module.named_parameters():
                 digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
