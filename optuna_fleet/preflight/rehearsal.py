@@ -180,7 +180,7 @@ class RehearsedTrial(FleetTrial):
         if self.opened is not None and not alone:
             self.opened.end(alone=False)
             wait_until_left()
-        if not alone and (self.opened is None or not self.opened.objects):
+        if not alone and (self.opened is None or not self.opened.kept.objects):
             self._notes.ending = Ending.PLAIN
         return None if self.opened is None else self.opened.leaving.held
 

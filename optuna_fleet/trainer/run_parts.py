@@ -13,7 +13,6 @@ from optuna_fleet.events import WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients.reducer import Reducer
-from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.totals import Totals
@@ -106,10 +105,7 @@ class Parts:
     widths: Widths
     weights: Weights
     reducer: Reducer
-    net: Net
     totals: Totals  # sums over the epoch
-    objects: list[Any]  # what was prepared so far
-    user: dict[str, Any]  # `trial.state`
 
     @property
     def run(self) -> RunTrial:

@@ -22,7 +22,6 @@ from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
-from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group, leave_group
 from optuna_fleet.trainer.leaving import Held, Leaving
@@ -71,8 +70,6 @@ class Training:
         self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
-        self.objects: list[Any] = []
-        self.state: dict[str, Any] = {}
         widths = Widths(session)
         self.weights = Weights(widths.too_wide, session.begin_collective)
         self.totals = Totals(self.weights, self.device, self._gather)
@@ -83,10 +80,7 @@ class Training:
             widths=widths,
             weights=self.weights,
             reducer=Reducer(self.weights, session.remark),
-            net=Net(self.objects, self.state, self.weights),
             totals=self.totals,
-            objects=self.objects,
-            user=self.state,
         )
         self.kept = TrainingState(parts)
         self.saver = Saver(session, held.saver if held else None)
@@ -167,7 +161,7 @@ class Training:
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
         """See `FleetTrial.pipeline`."""
-        if self.objects:
+        if self.kept.objects:
             raise FleetConfigError(
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
@@ -222,7 +216,7 @@ class Training:
         # once.
         last_step = self._session.reports.last_step
         after: AfterEpoch = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
-        self._parts.net.check()
+        self.kept.check_together()
         if after.decision is EpochDecision.YIELD:
             self.leaving.leave(stays=after.stays)
         elif after.decision is EpochDecision.CHECKPOINT:
@@ -230,9 +224,9 @@ class Training:
         return after.decision is not EpochDecision.STOP
 
     def check_ranks(self) -> None:
-        """See `Net.check`; a pass under way is checked when it is over."""
+        """That they are together; a pass under way is checked when it is over."""
         if not self.weights.is_reading:
-            self._parts.net.check()
+            self.kept.check_together()
 
     # -- losses -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
 from optuna_fleet.trainer.gradients import batchnorm, collectives
-from optuna_fleet.trainer.gradients.replicas import check_same, make_same
+from optuna_fleet.trainer.gradients.replicas import check_same, check_together, make_same
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.run_parts import Parts
@@ -58,19 +58,20 @@ class TrainingState:
     """Of one rank.
 
     Attributes:
+        state: `trial.state`.
         objects: What was prepared so far; it trains on one device, or data parallel on several.
         modules: Those of them that are modules.
         in_parts: The model, the first of the objects, and its optimizer, if they are in stages.
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.objects = parts.objects
+        self.state: dict[str, Any] = {}
+        self.objects: list[Any] = []
         self.modules: list[torch.nn.Module] = []
         self.in_parts: InParts | None = None
         self._parts = parts
         self._session = parts.session
         self._position = parts.position
-        self._user = parts.user
         self._kind: str | None = None  # as the user calls it
         self._called: list[str] = []
         self._names: list[frozenset[str]] = []  # in modules, where the loop began
@@ -159,6 +160,10 @@ class TrainingState:
         finally:
             self.in_parts.release()
 
+    def check_together(self) -> None:
+        """See `replicas.check_together`."""
+        check_together(self.objects, self.state, self._parts.weights)
+
     def meet(self, step: int | None) -> list[dict[str, Any]]:
         """Called on all ranks where they stop, before a step of the first pass or at the end.
 
@@ -167,7 +172,7 @@ class TrainingState:
         Raises:
             TrialError: They have come apart.
         """
-        self._parts.net.check()
+        self.check_together()
         totals = {} if step is None else self._parts.totals.own
         return collectives.gather({"rng": rng_state(), "totals": totals})
 
@@ -194,7 +199,7 @@ class TrainingState:
         return Checkpoint(
             loop=self._position.loop,
             objects=[state_of(thing) for thing in self.objects],
-            state=self._user,
+            state=self.state,
             history=dict(self._session.reports.values),
             modules=[i for i, thing in enumerate(self.objects) if self._is_module(i, thing)],
             names=self._called,
@@ -224,7 +229,7 @@ class TrainingState:
     def go_on_with(self, saved: Checkpoint, device: torch.device) -> None:
         """The objective begins anew, to go on from there."""
         self._saved = saved = checkpoint.placed(saved, device)
-        self._user.update(copy.deepcopy(saved.state))
+        self.state.update(copy.deepcopy(saved.state))
         self._session.reports.begin_with(saved.history)
 
     def add(self, thing: Any, name: str = "") -> None:
@@ -274,7 +279,7 @@ class TrainingState:
     def _restore_for_epoch(self, saved: Checkpoint) -> None:
         for position, thing in enumerate(self.objects[: len(saved.objects)]):
             self._restore(thing, position, saved)
-        restore_into(self._user, copy.deepcopy(saved.state), self.objects)
+        restore_into(self.state, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
 
     def first_step(self) -> tuple[int, bool]:
@@ -298,7 +303,7 @@ class TrainingState:
                 add_groups(thing, saved.remainder[position], self.objects)
             load_state(thing, _kept(thing, saved.objects[position]))
             restore_remainder(thing, saved.remainder[position])
-        restore_into(self._user, copy.deepcopy(saved.state), self.objects)
+        restore_into(self.state, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
         # Its memory is needed.
         nothing = [dict[str, Any]() for _ in saved.objects]

@@ -91,7 +91,7 @@ class FleetTrial(RemoteTrial):
         Values may be numbers, strings, tensors and plain lists, tuples, sets, dicts, `OrderedDict`
         or `Counter` of these; no `defaultdict`.
         """
-        return self._training.state
+        return self._training.kept.state
 
     @property
     def totals(self) -> Totals:
@@ -331,7 +331,7 @@ class FleetTrial(RemoteTrial):
     @property
     def prepared(self) -> tuple[Any, ...]:
         """What was given to `prepare` so far."""
-        return tuple(self._training.objects)
+        return tuple(self._training.kept.objects)
 
     @property
     def has_pending_gradients(self) -> bool:

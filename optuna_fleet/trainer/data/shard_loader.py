@@ -150,7 +150,7 @@ class ShardLoader:
         if movable:
             self._parts.totals.merge()
         if one.is_shuffled:
-            self._parts.net.check()
+            self._kept.check_together()
 
     def _read(self, one: _Pass) -> Iterator[Any]:
         assert self._pipeline is not None

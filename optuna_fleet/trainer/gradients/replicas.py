@@ -52,36 +52,26 @@ def make_same(module: torch.nn.Module) -> None:
             tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
-class Net:
-    """Compares what the ranks have, as a whole: what was prepared so far, and ``trial.state``.
+@torch.no_grad()
+def check_together(objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> None:
+    """Compare what the ranks have, as a whole, if they have trained since; called on all of them.
 
     At the end of each training pass, and before a checkpoint is made. So none is made, and no
-    value reported, of ranks that are apart.
+    value reported, of ranks that are apart. Compared are sums: of each parameter, buffer, and
+    tensor of an optimizer's state or another object's, the options of optimizers, and numbers and
+    tensors in ``trial.state``.
+
+    Raises:
+        TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
     """
-
-    def __init__(self, objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> None:
-        self._objects = objects
-        self._state = state
-        self._weights = weights
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Compare, if there is something new; called on all ranks.
-
-        Compared are sums: of each parameter, buffer, and tensor of an optimizer's state or another
-        object's, the options of optimizers, and numbers and tensors in ``trial.state``.
-
-        Raises:
-            TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
-        """
-        if group_size() == 1 or not self._weights.take_trained():
-            return
-        self._weights.begin("the comparison of the ranks")
-        values = _values(self._objects, self._state)
-        found = [one for name, value in values if (one := _sum_of(name, value)) is not None]
-        if names := _apart(found):
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            raise self._weights.too_wide(APART.format(names=shown))
+    if group_size() == 1 or not weights.take_trained():
+        return
+    weights.begin("the comparison of the ranks")
+    values = _values(objects, state)
+    found = [one for name, value in values if (one := _sum_of(name, value)) is not None]
+    if names := _apart(found):
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise weights.too_wide(APART.format(names=shown))
 
 
 @dataclass(frozen=True, slots=True)
