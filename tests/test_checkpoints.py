@@ -7,6 +7,7 @@ import errno
 import functools
 import io
 import os
+import re
 import signal
 import stat
 from collections.abc import Iterator
@@ -244,17 +245,33 @@ def undisturbed(fleet: Any) -> dict[str, Any]:
     return study.trials[0].user_attrs
 
 
-def test_a_full_disk_costs_nothing_but_the_checkpoints(
-    keeping: Any, root: Path, undisturbed: dict[str, Any], log: io.StringIO
+def with_odd_state(trial: Any) -> float:
+    trial.state["lambda"] = lambda: 0
+    return train(trial, epochs=4)
+
+
+@pytest.mark.parametrize(
+    ("objective", "words", "left"),
+    [
+        (on_a_full_disk, "No space left.*has space", {"trial-0.final.pt"}),
+        (with_odd_state, r"trial\.state\['lambda'\] is a function", set()),
+    ],
+)
+def test_what_can_not_be_saved_costs_nothing_but_the_checkpoints(
+    keeping: Any,
+    root: Path,
+    undisturbed: dict[str, Any],
+    log: io.StringIO,
+    objective: Any,
+    words: str,
+    left: set[str],
 ) -> None:
     study = optuna.create_study()
-    study.optimize(on_a_full_disk, n_trials=1, executor=keeping)
-    assert study.trials[0].user_attrs == undisturbed | {"devices": 1}
-    assert kept(root, study) == {"trial-0.final.pt"}
-    text = log.getvalue()
-    assert text.count("goes on without a new checkpoint") == 1
-    assert "No space left" in text
-    assert "has space" in text
+    study.optimize(objective, n_trials=1, executor=keeping)
+    assert study.trials[0].user_attrs.items() >= undisturbed.items()
+    assert kept(root, study) == left
+    assert re.search(words, log.getvalue())
+    assert log.getvalue().count("goes on without a new checkpoint") == 1
 
 
 def test_a_trial_that_can_not_be_checkpointed_keeps_its_devices(
@@ -268,21 +285,6 @@ def test_a_trial_that_can_not_be_checkpointed_keeps_its_devices(
     assert [e for e in keeping.events if isinstance(e, MoveRefused)] == [MoveRefused(run_id=ANY)]
     assert attributes["losses"] == pytest.approx(undisturbed["losses"], rel=1e-12)
     assert log.getvalue().count("goes on without a new checkpoint") == 1
-
-
-def with_odd_state(trial: Any) -> float:
-    trial.state["lambda"] = lambda: 0
-    return train(trial, epochs=4)
-
-
-def test_state_that_can_not_be_saved_does_not_fail_the_trial(
-    keeping: Any, root: Path, undisturbed: dict[str, Any], log: io.StringIO
-) -> None:
-    study = optuna.create_study()
-    study.optimize(with_odd_state, n_trials=1, executor=keeping)
-    assert study.trials[0].user_attrs == undisturbed
-    assert "trial.state['lambda'] is a function" in log.getvalue()
-    assert kept(root, study) == set()
 
 
 def flip(path: Path) -> None:
@@ -328,36 +330,19 @@ class Dying:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("damages", "words"),
-    [
-        ([replace_by_a_strangers], ["not of trial 0 of study"]),
-        ([flip, flip], ["corrupt", "corrupt"]),
-    ],
-    ids=["a stranger's", "both flipped"],
-)
-def test_a_damaged_checkpoint_costs_nothing_but_time(
-    keeping: Any,
-    root: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, Any],
-    log: io.StringIO,
-    damages: list[Any],
-    words: list[str],
+def test_damaged_checkpoints_cost_nothing_but_time(
+    keeping: Any, root: Path, tmp_path: Path, undisturbed: dict[str, Any], log: io.StringIO
 ) -> None:
     study = optuna.create_study()
     folder = StudyFolder(root, study.study_name)
-    objective = Dying(folder.path, damages, tmp_path / "died")
+    objective = Dying(folder.path, [replace_by_a_strangers, flip], tmp_path / "died")
     study.optimize(objective, n_trials=1, executor=keeping)
     assert (tmp_path / "died").exists()
     # It may be run again on both devices.
     right = {name: pytest.approx(values, rel=1e-10) for name, values in undisturbed.items()}
     assert study.trials[0].user_attrs == right
     assert len(study.trials[0].intermediate_values) == 4
-    text = log.getvalue()
-    assert text.count("The checkpoint ") == len(words)
-    for word in words:
-        assert word in text
+    assert log.getvalue().count("is corrupt, or not of trial 0 of study") == 2
     assert kept(root, study) == {"trial-0.final.pt"}
 
 

@@ -30,10 +30,9 @@ _NOT_CHECKED = (
     "(min_devices, trial.pipeline). See docs/objective.md."
 )
 _MOVABLE = (
-    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
-    'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
-    "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
-    "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
+    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. "
+    'trial.batches("train", ..., movable=True) lets it do so between two batches, trial.steps(n, '
+    "every=...) cuts epochs. See docs/objective.md."
 )
 
 
