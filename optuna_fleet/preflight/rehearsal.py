@@ -26,10 +26,9 @@ from optuna_fleet.preflight.subset import Data
 from optuna_fleet.processes import cause_of_death
 from optuna_fleet.trainer.checkpoint import Captured
 from optuna_fleet.trainer.groups import join_group, wait_until_left
-from optuna_fleet.trainer.leaving import Held
 from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.randomness import seed_run, seed_torch
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.saving import Held, Saver
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.training import Training
 from optuna_fleet.trainer.training_state import OPTIONS

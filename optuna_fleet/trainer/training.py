@@ -17,16 +17,14 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.trainer.checkpoint import Captured, unpacked
-from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group, leave_group
-from optuna_fleet.trainer.leaving import Held, Leaving
-from optuna_fleet.trainer.run_parts import Bounds, Parts, Widths
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.run_parts import Bounds, EpochPosition, Parts, Periods, Widths
+from optuna_fleet.trainer.saving import Held, Leaving, Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.totals import Totals
 from optuna_fleet.trainer.training_state import TrainingState

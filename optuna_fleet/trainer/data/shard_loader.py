@@ -17,13 +17,12 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline_client import InlineClient
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Asked
 from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients.weights import Share
-from optuna_fleet.trainer.leaving import Leaving
 from optuna_fleet.trainer.nested import lengths_in
 from optuna_fleet.trainer.randomness import seed_gpu
-from optuna_fleet.trainer.run_parts import Bounds, Parts
+from optuna_fleet.trainer.run_parts import Asked, Bounds, Parts
+from optuna_fleet.trainer.saving import Leaving
 from optuna_fleet.trainer.training_state import TrainingState
 
 _UNPREPARED = (

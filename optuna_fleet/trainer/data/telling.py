@@ -15,9 +15,8 @@ from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 from optuna_fleet.events import DataRequested, Model, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.data.reading import Asked
-from optuna_fleet.trainer.leaving import Leaving
-from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.run_parts import Asked, Parts
+from optuna_fleet.trainer.saving import Leaving
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.wire.messages import Trained
