@@ -174,16 +174,11 @@ def leave(
     retention: CheckpointRetention, study: optuna.Study, values: list[float], size: int = 0
 ) -> None:
     """A trial that has just been told, and the checkpoint that it has left."""
-    trial = study.ask()
-    leave_file(retention, trial.number, size)
-    study.tell(trial, values)
-
-
-def leave_file(retention: CheckpointRetention, number: int, size: int = 0) -> None:
-    folder, run = retention.folder, "0123abcd-1"
+    trial, folder, run = study.ask(), retention.folder, "0123abcd-1"
     folder.path.mkdir(exist_ok=True)
-    folder.at(FileName(trial=number, run=run, kind="final")).write_bytes(bytes(size))
-    retention.left(number, run)
+    folder.at(FileName(trial=trial.number, run=run, kind="final")).write_bytes(bytes(size))
+    retention.left(trial.number, run)
+    study.tell(trial, values)
 
 
 def test_the_pareto_front_keeps_its_weights(root: Path) -> None:

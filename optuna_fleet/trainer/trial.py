@@ -354,12 +354,7 @@ class FleetTrial(RemoteTrial):
     def stay_on(self, num_devices: int, why: str) -> NoReturn:
         """Leave the objective: the trial goes on from its last checkpoint, on so many at most.
 
-        Args:
-            num_devices: The most devices that it can use.
-            why: A sentence for the user.
-
-        Raises:
-            TrialError: Always.
+        `why` is a sentence for the user.
         """
         raise self._training.weights.too_wide(why, max_devices=num_devices)
 
