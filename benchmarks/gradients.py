@@ -13,8 +13,6 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.weights import Share, Weights
-from optuna_fleet.trainer.training_state import Steps
+from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 
 BATCH, RANKS = 64, 2
 WIDTHS = {64: 50, 512: 20, 2048: 3}
@@ -49,16 +48,6 @@ class Trained:
             self.reducer = Reducer(self.weights, lambda keys, text: None)
             self.reducer.watch(layers)
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """As in a trial, where hooks of all optimizers look at steps."""
-        if self.reducer is None:
-            yield
-            return
-        steps = Steps([self.model, self.optimizer], self.reducer)
-        yield
-        steps.close()
-
     def step(self) -> None:
         """One, as a loop over batches has it."""
         if self.reducer is not None:
@@ -72,19 +61,17 @@ class Trained:
     def seconds(self, num_steps: int) -> float:
         """Per step."""
         torch.distributed.barrier()
-        with self.watched():
-            began = time.perf_counter()
-            for _ in range(num_steps):
-                self.step()
-            return (time.perf_counter() - began) / num_steps
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        return (time.perf_counter() - began) / num_steps
 
 
 def rank_of(rank: int, port: int, rounds: int) -> None:
     torch.set_num_threads(1)
-    spec = groups.GroupSpec(
-        rank=rank, world_size=RANKS, prefix="x", store_host="127.0.0.1", store_port=port
-    )
-    groups.join_group(spec, "gloo", 60)
+    store = StoreReady(host="127.0.0.1", port=port, process=ProcessId("", 0))
+    where = {"rank": rank, "world_size": RANKS, "group": "x", "store": store}
+    groups.join_group(RunTrial(run_id=0, number=0, seed=0, maximize=None, **where), "cpu")
     for width, num_steps in WIDTHS.items():
         ours, ddp = Trained(width, by_us=True), Trained(width, by_us=False)
         turns = [(ours.seconds(num_steps), ddp.seconds(num_steps)) for _ in range(rounds + 2)][2:]

@@ -74,8 +74,7 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
     """As a trainer does that sees the folder."""
     with written(path), Store(path.parent).write(path.name) as file:
-        made = checkpoint.captured(content)
-        checkpoint_file.write(file, made.file.data, owner=owner, epoch=made.epoch)
+        checkpoint_file.write(file, checkpoint.captured(content).file.data, owner)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def load_best_model(
     study: optuna.Study,
-    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    model: torch.nn.Module | None = None,
     *,
     name: str | None = None,
     trial: int | None = None,
@@ -36,11 +36,11 @@ def load_best_model(
 
     Args:
         study: The study.
-        model: The module to load them into, built as in the objective; or, where it has prepared
-            several, all of these in its order. None if you want the bare state.
+        model: The module to load them into, built as in the objective. None if you want the bare
+            state.
         name: Which of the objects that the objective prepared: the keyword under which it did
             (``trial.prepare(model, ema=ema)``), or its type's name if no other has that. Needed
-            for one module of several.
+            where it prepared several modules.
         trial: Number of another trial than the best; needed where there are several objectives.
         folder: Where the checkpoints are now, if they were moved since.
 
@@ -54,13 +54,15 @@ def load_best_model(
         CheckpointError: The checkpoint is damaged, or of another trial.
         RuntimeError: The weights do not fit the module (raised by torch).
     """
+    import torch
+
     from optuna_fleet.trainer import checkpoint
     from optuna_fleet.trainer.states import load_state
 
     check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     check_number("trial", trial, whole=True, optional=True)
     check_that("name", name, is_a(str), "be what the objective calls it, as 'ema'", optional=True)
-    modules = _checked_modules(model)
+    check_that("model", model, is_a(torch.nn.Module), "be a torch.nn.Module", optional=True)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
     path = _final_of(study, chosen, folder)
     owner = Owner(study=study.study_name, trial=chosen.number)
@@ -68,15 +70,13 @@ def load_best_model(
     positions = loaded.modules if name is None else [_position_of(name, loaded.names)]
     if model is None:
         return loaded.objects if name is None else loaded.objects[positions[0]]
-    if len(modules) != len(positions):
+    if len(positions) != 1:
         there = ", ".join(f"`{loaded.names[position]}`" for position in loaded.modules)
         raise FleetConfigError(
-            f"`model` has {len(modules)} modules, but trial {chosen.number} has prepared "
-            f"{len(positions)}: {there}. Give all of them in a list, in that order, or one and "
-            "its name: load_best_model(study, model, name=...)."
+            f"Trial {chosen.number} has prepared {len(positions)} modules ({there}): say which "
+            "one `model` is, as load_best_model(study, model, name=...)."
         )
-    for module, position in zip(modules, positions, strict=True):
-        load_state(module, loaded.objects[position])
+    load_state(model, loaded.objects[positions[0]])
     return model
 
 
@@ -89,17 +89,6 @@ def _position_of(name: str, names: Sequence[str]) -> int:
         f"`name` is {name!r}, but the trial has prepared {how_often} of that name: {there}. "
         "trial.prepare(model, optimizer, ema=ema) gives them names."
     )
-
-
-def _checked_modules(model: Any) -> Sequence[torch.nn.Module]:
-    import torch
-
-    modules: Sequence[torch.nn.Module] = model if isinstance(model, Sequence) else [model]
-    if model is not None and not all(isinstance(each, torch.nn.Module) for each in modules):
-        raise FleetConfigError(
-            f"`model` is {model!r:.100}, but must be a torch.nn.Module, or several in a list."
-        )
-    return modules
 
 
 def _numbered(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:

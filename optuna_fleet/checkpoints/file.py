@@ -14,13 +14,11 @@ from typing import IO
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
+ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"
 
 _MAGIC = b"OptFleet"
-# Magic, version, epoch, payload bytes, trial, digest of the study's name, sha256.
-_HEADER = struct.Struct("<8sIIQI32s32s")
-_KNOWN = struct.Struct("<II32s")  # what the sha256 covers besides the payload
-_BLOCK_BYTES = 1 << 20
+_HEADER = struct.Struct("<8sI32s")  # magic, version, SHA-256 of the payload and its owner
 
 
 class CheckpointError(FleetError):
@@ -34,29 +32,17 @@ class Owner:
     study: str
     trial: int
 
-    @property
-    def study_digest(self) -> bytes:
-        """SHA-256 of the study's name."""
-        return hashlib.sha256(self.study.encode()).digest()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """What is known of a checkpoint without reading its payload."""
-
-    epoch: int  # to go on with, counted from 0
-    trial: int
-    study_digest: bytes  # SHA-256 of the study's name
-    digest: bytes  # SHA-256 of the payload and of the above
-
-
-def write(file: IO[bytes], payload: memoryview, *, owner: Owner, epoch: int) -> None:
+def write(file: IO[bytes], payload: memoryview, owner: Owner) -> None:
     """Write a checkpoint into an empty file."""
-    digest = hashlib.sha256(payload)
-    digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
-    about = FORMAT_VERSION, epoch, payload.nbytes, owner.trial, owner.study_digest
-    file.write(_HEADER.pack(_MAGIC, *about, digest.digest()))
+    file.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, _digest(payload, owner)))
     file.write(payload)
+
+
+def _digest(payload: memoryview, owner: Owner) -> bytes:
+    digest = hashlib.sha256(payload)
+    digest.update(f"{owner.trial} {owner.study}".encode())
+    return digest.digest()
 
 
 def written(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -92,62 +78,16 @@ def verified(path: str | os.PathLike[str], data: bytes | bytearray, owner: Owner
     Raises:
         CheckpointError: It is torn, altered, of another format or owner.
     """
-    header = _header(path, owner, data[: _HEADER.size], len(data))
-    payload = memoryview(data)[_HEADER.size :]
-    _compare(path, header, hashlib.sha256(payload))
-    return payload
-
-
-def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) -> Header:
-    """Read a checkpoint's header; with `verify`, the payload too, block by block.
-
-    Raises:
-        CheckpointError: What is wrong with it.
-    """
-    path = Path(path)
-    with readable(path), Store(path.parent).read(path.name) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        header = _header(path, owner, file.read(_HEADER.size), size)
-        digest = hashlib.sha256()
-        while verify and (block := file.read(_BLOCK_BYTES)):
-            digest.update(block)
-    if verify:
-        _compare(path, header, digest)
-    return header
-
-
-ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"
-
-
-def _header(
-    path: str | os.PathLike[str], owner: Owner | None, start: bytes | bytearray, size: int
-) -> Header:
-    if size < _HEADER.size:
-        raise CheckpointError(f"The checkpoint {path} is truncated: {ADVICE}.")
-    magic, version, epoch, num_bytes, trial, study_digest, digest = _HEADER.unpack(start)
-    if magic != _MAGIC:
-        raise CheckpointError(f"The file {path} is no checkpoint of optuna-fleet: {ADVICE}.")
-    if version != FORMAT_VERSION:
+    start, payload = data[: _HEADER.size], memoryview(data)[_HEADER.size :]
+    magic, version, digest = _HEADER.unpack(start.ljust(_HEADER.size, b"\0"))
+    if magic == _MAGIC and version != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version}, but must have {FORMAT_VERSION}: "
             f"use the version of optuna-fleet that wrote it, or {ADVICE}."
         )
-    if size - _HEADER.size != num_bytes:
+    if magic != _MAGIC or digest != _digest(payload, owner):
         raise CheckpointError(
-            f"The checkpoint {path} is truncated or torn ({size - _HEADER.size} of {num_bytes} "
-            f"bytes): {ADVICE}."
-        )
-    if owner is not None and (trial, study_digest) != (owner.trial, owner.study_digest):
-        whose = f"trial {trial}" if study_digest == owner.study_digest else "another study"
-        raise CheckpointError(
-            f"The checkpoint {path} is of {whose}, not of trial {owner.trial} of study "
+            f"The checkpoint {path} is corrupt, or not of trial {owner.trial} of study "
             f"{owner.study!r}: {ADVICE}."
         )
-    return Header(epoch=epoch, trial=trial, study_digest=study_digest, digest=digest)
-
-
-def _compare(path: str | os.PathLike[str], header: Header, payload: hashlib._Hash) -> None:
-    payload.update(_KNOWN.pack(header.epoch, header.trial, header.study_digest))
-    if payload.digest() != header.digest:
-        raise CheckpointError(f"The checkpoint {path} is corrupt (checksum differs): {ADVICE}.")
+    return payload

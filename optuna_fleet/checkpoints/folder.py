@@ -1,4 +1,7 @@
-"""What a study keeps in a store: what it is called there, and which call wrote it last."""
+"""What a study keeps in a store: what it is called there, and which call wrote it last.
+
+No two runs ever write under one name.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,91 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from optuna_fleet.checkpoints.names import (
-    FileName,
-    newest_first,
-    resumable,
-    superfluous,
-    trial_of,
-)
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.exceptions import FleetConfigError
 
 _CALL = "call.json"
+_NUMBER = r"\d{1,12}"
+_FILE = re.compile(
+    rf"trial-({_NUMBER})"
+    rf"(?:(?:\.({_NUMBER}(?:-{_NUMBER})+))?\.([0-9a-f]{{8}}-{_NUMBER}))?"
+    r"(?:\.(best|final))?\.pt",
+    re.ASCII,
+)
 
 
-def study_of(folder: Store) -> str:
-    """The name of the study whose folder it is, as the last call there has recorded it."""
-    with contextlib.suppress(FleetConfigError):
-        if call := _read_call(folder):
-            return call.study
-    return folder.root.name
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileName:
+    """As ``trial-7.1-5.3f9a1c02-12.pt``; what a trial leaves in the end is ``trial-7.final.pt``.
+
+    Attributes:
+        position: Loop, epoch and perhaps step to go on with; empty for a final one. Of a best one,
+            that of the first checkpoint that tells of it.
+        run: Which run wrote it: no other run of any driver has this name. Empty for a final one
+            that the driver has taken for the trial's.
+        kind: "best": the trial at its best so far; "final": what it leaves when it is done; or "".
+    """
+
+    trial: int
+    position: tuple[int, ...] = ()
+    run: str = ""
+    kind: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> FileName | None:
+        """The name if it is one of ours: a plain file name, which leads nowhere else."""
+        match = _FILE.fullmatch(text)
+        if match is None or (match[4] == "final") is not (match[2] is None):
+            return None
+        position = tuple(map(int, match[2].split("-"))) if match[2] else ()
+        return cls(trial=int(match[1]), position=position, run=match[3] or "", kind=match[4] or "")
+
+    def __str__(self) -> str:
+        parts = (f"trial-{self.trial}", "-".join(map(str, self.position)), self.run, self.kind)
+        return ".".join([part for part in (*parts, "pt") if part])
+
+
+def trial_of(text: str) -> int | None:
+    """Number of the trial that a checkpoint is of, or what is left of one that was cut short."""
+    name = FileName.parse(text[1:].rpartition(".")[0] if text.startswith(".") else text)
+    return None if name is None else name.trial
+
+
+def resumable(found: Iterable[FileName], newest: FileName) -> list[FileName]:
+    """What a trial can go on from: `newest`, and those that got no further, the best first."""
+    before = {n for n in found if n.kind == "" and n.trial == newest.trial} - {newest}
+    return [newest, *newest_first(n for n in before if n.position <= newest.position)]
+
+
+def newest_first(names: Iterable[FileName]) -> list[FileName]:
+    """In the order of how far their trials were."""
+    return sorted(names, key=lambda name: (name.position, name.run), reverse=True)
+
+
+def superfluous(found: Iterable[FileName], newest: FileName) -> set[FileName]:
+    """What of a trial is not needed now that `newest` is its checkpoint.
+
+    Needed are that and the one before it, should it be damaged; of each the best until then; and
+    what its run has written since, or a later run, which went on with it before it was told of.
+    What other runs wrote is void: they are over.
+    """
+    of_trial = (name for name in found if name.trial == newest.trial and name.run)
+    mine = {name for name in of_trial if not _is_later(name.run, newest.run)}
+    kept = set(resumable(mine, newest)[:2])
+    bests = newest_first(name for name in mine if name.kind == "best")
+    for one in tuple(kept):
+        kept.update([best for best in bests if best.position <= one.position][:1])
+    return {
+        name
+        for name in mine - kept
+        if name.run != newest.run or () < name.position <= newest.position
+    }
+
+
+def _is_later(run: str, other: str) -> bool:
+    """Whether the same driver began it after the other one."""
+    (driver, number), (of, than) = (name.split("-") for name in (run, other))
+    return driver == of and int(number) > int(than)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +112,6 @@ class CallRecord:
     was_interrupted: bool = False  # by a Ctrl-C, or the script's own end
     code: str = ""  # digest of the objective's code, if that is known
     whole: str = ""  # likewise, of the values that it uses too
-
-
-def _read_call(folder: Store) -> CallRecord | None:
-    try:
-        with folder.read(_CALL) as file:
-            return CallRecord(**json.load(file))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise FleetConfigError(
-            f"The record of the last call, {folder.root / _CALL}, can't be read ({error}): remove "
-            "it to begin a new call. Trials that a dead driver left RUNNING then stay so."
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +148,7 @@ class StudyFolder:
     def final_bytes(self, number: int) -> int:
         """Size of the checkpoint that a trial has left; 0 if it has none."""
         try:
-            return self.store.about(self.final(number).name).st_size
+            return self.store.size(self.final(number).name)
         except OSError:
             return 0
 
@@ -146,7 +202,17 @@ class StudyFolder:
 
     def last_call(self) -> CallRecord | None:
         """The last call that used this folder."""
-        return _read_call(self.store)
+        try:
+            with self.store.read(_CALL) as file:
+                return CallRecord(**json.load(file))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise FleetConfigError(
+                f"The record of the last call, {self.path / _CALL}, can't be read ({error}): "
+                "remove it to begin a new call. Trials that a dead driver left RUNNING then stay "
+                "so."
+            ) from error
 
     def record_call(self, call: CallRecord) -> None:
         """Replace the record of the last call."""

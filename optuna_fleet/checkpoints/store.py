@@ -43,9 +43,9 @@ class Store:
         """What there is, whole or not, and the stores that are in it."""
         return os.listdir(self.root)
 
-    def about(self, name: str) -> os.stat_result:
-        """Its size, when it was written, and whether it is a file."""
-        return os.stat(self.root / name)
+    def size(self, name: str) -> int:
+        """In bytes."""
+        return os.stat(self.root / name).st_size
 
     def remove(self, name: str) -> None:
         """Remove it."""
@@ -62,39 +62,29 @@ class Store:
         Raises:
             FleetConfigError: Another driver holds it, or it can't be written to.
         """
-        descriptor = _locked_file(self.root)
         try:
-            yield
-        finally:
-            # Not only by closing it: a process that the user forked meanwhile has it open too.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
-
-
-def _locked_file(root: Path) -> int:
-    try:
-        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise FleetConfigError(
-            f"The checkpoint folder {root} can't be used ({error.strerror}): check that it may be "
-            "written to and has space."
-        ) from error
-    try:
-        _lock(descriptor, root)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+            descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise FleetConfigError(
+                f"The checkpoint folder {self.root} can't be used ({error.strerror}): check that "
+                "it may be written to and has space."
+            ) from error
+        with os.fdopen(descriptor, "r+b"):
+            _lock(descriptor, self.root)
+            try:
+                yield
+            finally:  # not only by closing it: a process that the user forked has it open too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _lock(descriptor: int, root: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
         raise FleetConfigError(
-            f"The checkpoint folder {root} is in use by {_written_by(descriptor)}: give each "
-            "driver that runs at the same time one of its own, or wait until that "
-            "one has ended."
+            f"The checkpoint folder {root} is in use by {holder}: give each driver that runs at "
+            "the same time one of its own, or wait until that one has ended."
         ) from None
     except OSError as error:
         raise FleetConfigError(
@@ -120,25 +110,6 @@ def is_shared(root: Path, token: str) -> bool:
         return (root / _TOKEN).read_text() == token and os.access(root, os.W_OK)
     except (OSError, ValueError):
         return False
-
-
-def holder_of(root: Path) -> str | None:
-    """Who holds a folder now, in words, or None."""
-    try:
-        descriptor = os.open(root / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _written_by(descriptor)
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _written_by(descriptor: int) -> str:
-    return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
 
 
 def private_folder() -> Path:

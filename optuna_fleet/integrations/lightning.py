@@ -39,7 +39,7 @@ except ImportError as error:
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations import fleet_trial
-from optuna_fleet.trainer.data.reading import Shards
+from optuna_fleet.trainer.data.shard_loader import Shards
 from optuna_fleet.trainer.gradients.collectives import gather, of_first_rank
 from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.trial import FleetTrial

@@ -28,14 +28,13 @@ from optuna_fleet.preflight.rehearsals import (
     left_by,
 )
 from optuna_fleet.trainer.checkpoint import Captured
-from optuna_fleet.trainer.groups import join_group_of, wait_until_left
-from optuna_fleet.trainer.leaving import Held
+from optuna_fleet.trainer.groups import join_group, wait_until_left
 from optuna_fleet.trainer.objective import LoadedObjective
-from optuna_fleet.trainer.prepared import OPTIONS
 from optuna_fleet.trainer.randomness import seed_run, seed_torch
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.saving import Held, Saver
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.training import Training
+from optuna_fleet.trainer.training_state import OPTIONS
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import AfterEpoch, EndEpoch, RankCall, Report, ShouldPrune
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial, StopAt
@@ -154,7 +153,7 @@ class _Trial(FleetTrial):
         objective = self._scene.objective(run)
         seed_run(run.seed, run.number)
         if run.world_size == 1:  # several join when the training begins
-            join_group_of(run, "cpu")
+            join_group(run, "cpu")
         seed_torch(run.seed, run.number)
         if run.world_size > 1:
             assert self._training
@@ -172,7 +171,7 @@ class _Trial(FleetTrial):
         if self.opened is not None and not alone:
             self.opened.end(alone=False)
             wait_until_left()
-        if not alone and (self.opened is None or not self.opened.objects):
+        if not alone and (self.opened is None or not self.opened.kept.objects):
             self._notes.ending = Ending.PLAIN
         return None if self.opened is None else self.opened.leaving.held
 
@@ -294,11 +293,7 @@ class _Session(Session):
             args = ([i if i in objects else choice for i, choice in enumerate(args[0])],)
         value = getattr(self._trial, kind)(name, *args, **kwargs)
         self._notes.params[name] = value
-        if type(value) is int and value in objects:
-            return objects[value]
-        if is_primitive(value):
-            self.parameters[name] = value
-        return value
+        return objects[value] if type(value) is int and value in objects else value
 
     def read(self, target: str, name: str) -> Any:
         if target == "study" and name in self._order.study:

@@ -138,11 +138,6 @@ class Ledger:
     def _now(self, trial: optuna.Trial) -> FrozenTrial:
         return self.patiently(lambda: compat.frozen(self.study, trial))
 
-    def suggested(self, number: int) -> dict[str, Any]:
-        """The parameters that the trial has so far, but for choices that are objects."""
-        params = self.frozen(number).params
-        return {name: value for name, value in params.items() if is_primitive(value)}
-
     def chosen(self, number: int) -> dict[str, Any]:
         """All parameters that the trial has so far; of choices that are objects, the positions."""
         trial = self.frozen(number)

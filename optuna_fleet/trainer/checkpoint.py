@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import pickle
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -69,7 +68,6 @@ class Checkpoint:
     modules: list[int] = field(default_factory=list)  # which of the objects are these
     names: list[str] = field(default_factory=list)  # of the objects: the user's, or their types'
     remainder: list[dict[str, Any]] = field(default_factory=list)  # of each object, see `states`
-    parameters: dict[str, Any] = field(default_factory=dict)  # suggested, but for objects
     step: int | None = None  # of the epoch's first pass, to go on with; None for its beginning
     totals: list[dict[str, Any]] = field(default_factory=list)  # of each rank, before that step
     on_device: list[int] = field(default_factory=list)  # leaves of `state` that were on a GPU
@@ -86,7 +84,6 @@ class Captured:
 
     file: MemoryFile
     position: tuple[int, ...]
-    epoch: int
 
     @property
     def content(self) -> Checkpoint:
@@ -115,7 +112,7 @@ def captured(checkpoint: Checkpoint) -> Captured:
         for name in ("objects", "remainder", "totals"):
             content[name] = _portable(content[name], name, own=False)
         file = _packed(content)
-    return Captured(file, checkpoint.position, checkpoint.epoch)
+    return Captured(file, checkpoint.position)
 
 
 def _packed(content: dict[str, Any]) -> MemoryFile:
@@ -198,49 +195,21 @@ def load(path: str | os.PathLike[str], owner: Owner) -> Captured:
     return loaded(path, checkpoint_file.contents(path), owner)
 
 
-def loaded(
-    path: str | os.PathLike[str],
-    data: bytes | bytearray,
-    owner: Owner,
-    parameters: Mapping[str, Any] | None = None,
-) -> Captured:
+def loaded(path: str | os.PathLike[str], data: bytes | bytearray, owner: Owner) -> Captured:
     """The checkpoint that `data` is, which was read at `path`.
 
     Raises:
-        CheckpointError: It is torn, altered, of another format, or another trial's; or of a trial
-            of that number that had other `parameters` than the study has suggested so far; or
-            torch can't load what is in it.
+        CheckpointError: It is torn, altered, of another format, or another trial's; or torch can't
+            load what is in it.
     """
     payload = checkpoint_file.verified(path, data, owner)
     try:
         file = MemoryFile.of(payload)
-        content = unpacked(file)
+        return Captured(file, unpacked(file).position)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"The checkpoint {path} has in it what torch can't load here: {ADVICE}."
         ) from error
-    if parameters is not None:
-        _check_parameters(path, content.parameters, parameters)
-    return Captured(file, content.position, content.epoch)
-
-
-def _check_parameters(
-    path: str | os.PathLike[str], made_with: Mapping[str, Any], known: Mapping[str, Any]
-) -> None:
-    for name, value in made_with.items():
-        if name not in known or not _same(value, known[name]):
-            now = f"is {known[name]!r}" if name in known else "is not known"
-            raise CheckpointError(
-                f"The checkpoint {path} is of a trial whose parameter {name!r} was {value!r}, but "
-                f"that of this trial {now}: {ADVICE}."
-            )
-
-
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, float) and isinstance(other, float):  # databases may round
-        both_nan = math.isnan(value) and math.isnan(other)
-        return both_nan or math.isclose(value, other, rel_tol=1e-12)
-    return bool(value == other)
 
 
 # -- what can be kept -----------------------------------------------------------------------------
@@ -248,12 +217,6 @@ def _same(value: Any, other: Any) -> bool:
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.dtype, torch.device, torch.Size),
-)
-_INSTEAD = (
-    (np.generic, "`value.item()`"),
-    (np.ndarray, "`torch.from_numpy(value)`"),
-    (defaultdict, "a dict, with `setdefault(key, default)` where it may lack a key"),
-    *((kind, f"`{kind.__name__}(value)`") for kind in (dict, list, tuple, set)),
 )
 
 
@@ -280,12 +243,10 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
         if hasattr(value, "_metadata"):  # versions of the modules, for load_state_dict
             made._metadata = value._metadata
         return made
-    name = kind.__name__
-    instead = next((text for kind, text in _INSTEAD if isinstance(value, kind)), "such values")
     raise FleetConfigError(
-        f"The value of {where} is a {name}, but a checkpoint takes only numbers, strings, bytes, "
-        f"tensors, and plain lists, tuples, sets and dicts of them: store {instead}, and make the "
-        f"{name} from it where you need one."
+        f"The value of {where} is a {kind.__name__}, but a checkpoint takes only numbers and "
+        "strings of Python, bytes, tensors, and plain lists, tuples, sets and dicts of them: keep "
+        f"such values, and make the {kind.__name__} from them where you need one."
     )
 
 

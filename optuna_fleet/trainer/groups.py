@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -40,17 +39,6 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _leaving: list[threading.Thread] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """A process's place in the group of one trial."""
-
-    rank: int
-    world_size: int
-    prefix: str  # of the group's keys in the store; never used twice on one
-    store_host: str  # of the ``TCPStore``, which a group of one has none of
-    store_port: int | None
-
-
 def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
     """Start a store that processes can meet at; it is served as long as it is referenced.
 
@@ -68,16 +56,12 @@ def store_on(listener: socket.socket) -> TCPStore:
     """Serve a store on a socket, which it takes."""
     host, port, *_ = listener.getsockname()
     return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
-    """Make the group of `spec` this process's default group.
+def join_group(run: RunTrial, device_type: str) -> None:
+    """Make the group of a run's ranks this process's default group of ``torch.distributed``.
 
     A group of one touches no network, and one that is there already is kept, with all that was
     made of it, as Optuna alone would keep it from trial to trial. The limit is one for the peers
@@ -86,24 +70,26 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
     Raises:
         TrainerLostError: If a peer or the store can't be reached in time; no group is left behind.
     """
-    if spec.world_size == 1 == group_size() and has_group() and dist.get_backend() == backend:
+    by_gloo = device_type == "cpu" or run.by_gloo
+    backend = "gloo" if by_gloo else accelerator_of(device_type).backend
+    if run.world_size == 1 == group_size() and has_group() and dist.get_backend() == backend:
         return
     leave_group()
-    _choose_interface(spec)
+    _choose_interface(run)
     # init_process_group wraps sys.excepthook, one layer per call: a long-lived trainer would pile
     # them up.
     excepthook = sys.excepthook
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=run.collective_s)
     began = time.monotonic()
     try:
         dist.init_process_group(
             backend,
-            store=_open_store(spec, timeout),
-            rank=spec.rank,
-            world_size=spec.world_size,
+            store=_open_store(run, timeout),
+            rank=run.rank,
+            world_size=run.world_size,
             timeout=timeout,
         )
-        if spec.world_size > 1:
+        if run.world_size > 1:
             # A rank that is in and soon done must not leave others behind that still connect. And
             # an accelerator's backend has met nobody before.
             dist.all_reduce(torch.zeros(1, device=wire_device()))
@@ -113,24 +99,11 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         leave_group()
         _forget_group()  # one half made counts too, and ranks that count unlike never meet again
         raise TrainerLostError(
-            f"Rank {spec.rank} of {spec.world_size} could not join the group {spec.prefix!r} "
-            f"(tried for {time.monotonic() - began:.3g} s): {error}"
+            f"Rank {run.rank} of {run.world_size} could not join the group {run.group!r} (tried "
+            f"for {time.monotonic() - began:.3g} s): {error}"
         ) from error
     finally:
         sys.excepthook = excepthook
-
-
-def join_group_of(run: RunTrial, device_type: str) -> None:
-    """Join the group of a run's ranks, the default group of ``torch.distributed`` from now on."""
-    spec = GroupSpec(
-        rank=run.rank,
-        world_size=run.world_size,
-        prefix=run.group,
-        store_host=run.store.host if run.store else "",
-        store_port=run.store.port if run.store else None,
-    )
-    by_gloo = device_type == "cpu" or run.by_gloo
-    join_group(spec, "gloo" if by_gloo else accelerator_of(device_type).backend, run.collective_s)
 
 
 def leave_group() -> None:
@@ -221,30 +194,23 @@ def wire_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _open_store(spec: GroupSpec, timeout: timedelta) -> Store:
-    if spec.world_size == 1:
+def _open_store(run: RunTrial, timeout: timedelta) -> Store:
+    if run.world_size == 1:
         return HashStore()
-    if spec.store_port is None:
-        raise ValueError(
-            f"The value of `store_port` is None, but a group of {spec.world_size} needs a store."
-        )
+    assert run.store is not None
     store = TCPStore(
-        spec.store_host,
-        spec.store_port,
-        is_master=False,
-        timeout=timeout,
-        wait_for_workers=False,
+        run.store.host, run.store.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
-    return PrefixStore(spec.prefix, store)
+    return PrefixStore(run.group, store)
 
 
 _chose_interface = False
 
 
-def _choose_interface(spec: GroupSpec) -> None:
+def _choose_interface(run: RunTrial) -> None:
     """Keep gloo on the loopback for groups on one machine, whose host name may not resolve."""
     global _chose_interface
-    if spec.world_size == 1 or spec.store_host in _LOOPBACK_HOSTS:
+    if run.store is None or run.world_size == 1 or run.store.host in _LOOPBACK_HOSTS:
         if _GLOO_INTERFACE not in os.environ:
             os.environ[_GLOO_INTERFACE] = "lo"
             _chose_interface = True

@@ -75,10 +75,8 @@ def _send(session: Session, interval_s: float, main: int, over: threading.Event)
 
 def _where(thread: int) -> tuple[str, Phase]:
     """The innermost line of the user's that a thread is in, what it has called, and its phase."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "has ended", Phase.OBJECTIVE
-    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    stack = traceback.StackSummary.extract(frames, lookup_lines=False)
     innermost = stack[0]
     users = next((f for f in stack if is_users(f.filename)), innermost)
     place = f"in {users.name} ({users.filename}:{users.lineno})"
@@ -107,6 +105,6 @@ def _private_bytes() -> int:
     """Memory of this process that it shares with no other; chunks of data are shared."""
     try:
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    except (OSError, ValueError):  # not Linux
+    except OSError:  # too many open files, say
         return 0
     return (resident - shared) * _PAGE_BYTES

@@ -46,7 +46,7 @@ class Inbox:
         Raises:
             TrialError: This is a copy: the channel has one sender, and here nobody reads it.
         """
-        if os.getpid() != self._pid:
+        if self.is_forked:
             raise TrialError(
                 "`trial` was used in a process that the objective has forked, which has no "
                 "connection to the study: hand results back to the objective's own process."

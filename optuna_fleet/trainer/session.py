@@ -14,7 +14,7 @@ from optuna_fleet.trainer.link import Inbox, StopLine
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import Ended, Progress, Remark, RunTrial
-from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
+from optuna_fleet.wire.packing import pack, unpack, unpack_error
 
 _MOST_UNANSWERED = 100  # so that neither end keeps more
 
@@ -85,7 +85,6 @@ class Session:
         device: What the driver calls this process's device.
         dial: Makes further connections to the driver.
         reports: What the trial has reported so far, wherever it flew.
-        parameters: What was suggested in this run, but for objects.
         choices: Which of the choices were suggested, objects too, in words.
         is_waiting: For the driver's answer.
     """
@@ -103,7 +102,6 @@ class Session:
         self.stop_line = StopLine() if inbox is None else inbox.stop_line(run.run_id)
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
-        self.parameters: dict[str, Any] = {}
         self.choices: dict[str, str] = {}
         self.is_waiting = False
         self._num_batches = 0
@@ -193,10 +191,7 @@ class Session:
         Raises:
             Exception: Whatever the call raised in the driver.
         """
-        answer = self.ask(Call, target=target, name=name, arguments=pack((args, kwargs)))
-        if target == "trial" and name.startswith("suggest_") and is_primitive(answer):
-            self.parameters[args[0]] = answer
-        return answer
+        return self.ask(Call, target=target, name=name, arguments=pack((args, kwargs)))
 
     def read(self, target: str, name: str) -> Any:
         """Return attribute `name` of `target`."""

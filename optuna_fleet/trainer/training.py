@@ -16,18 +16,14 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import InlineClient, PipelineClient
 from optuna_fleet.trainer.checkpoint import Captured, unpacked
-from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
-from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
-from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
-from optuna_fleet.trainer.leaving import Held, Leaving
-from optuna_fleet.trainer.prepared import Prepared
-from optuna_fleet.trainer.run_parts import Bounds, Parts, Widths
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.groups import can_leave_alone, join_group, leave_group
+from optuna_fleet.trainer.run_parts import Bounds, EpochPosition, Parts, Periods, Widths
+from optuna_fleet.trainer.saving import Held, Leaving, Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.totals import Totals
 from optuna_fleet.trainer.training_state import TrainingState
@@ -71,8 +67,6 @@ class Training:
         self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
-        self.objects: list[Any] = []
-        self.state: dict[str, Any] = {}
         widths = Widths(session)
         self.weights = Weights(widths.too_wide, session.begin_collective)
         self.totals = Totals(self.weights, self.device, self._gather)
@@ -83,17 +77,13 @@ class Training:
             widths=widths,
             weights=self.weights,
             reducer=Reducer(self.weights, session.remark),
-            net=Net(self.objects, self.state, self.weights),
             totals=self.totals,
-            objects=self.objects,
-            user=self.state,
         )
         self.kept = TrainingState(parts)
         self.saver = Saver(session, held.saver if held else None)
         self.leaving = Leaving(parts, self.kept, self.saver)
-        self._prepared = Prepared(parts, self.kept)
-        self._telling = Telling(parts, self._prepared, self.leaving)
-        self.loader = ShardLoader(parts, pipeline, self._prepared, self.leaving, self._telling)
+        self._telling = Telling(parts, self.kept, self.leaving)
+        self.loader = ShardLoader(parts, pipeline, self.kept, self.leaving, self._telling)
         try:
             self._join(held.content if held else None)
         except BaseException:
@@ -104,7 +94,7 @@ class Training:
         """Join the other ranks; if the trial is resumed, rank 0 reads its state and sends it."""
         if self._run.rank == 0 and self._run.resumes and held is None:
             held = self.saver.newest()  # may fail, so it comes before the other ranks wait for it
-        join_group_of(self._run, self.device.type)
+        join_group(self._run, self.device.type)
         if not self._run.resumes:
             return
         file = collectives.broadcast(held.file if held else None)
@@ -141,7 +131,6 @@ class Training:
 
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
-        self.kept.steps.close()
         self._parts.reducer.close()
         batchnorm.end()
 
@@ -164,12 +153,12 @@ class Training:
         if said:
             known = asdict(self._parts.widths.bounds)  # by earlier calls
             self._parts.widths.bounds = Bounds.checked(run=self._run, **known | said)
-        self._prepared.add(objects, named, kind)
+        self.kept.prepare(objects, named, kind)
         return everything[0] if len(everything) == 1 else everything
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
         """See `FleetTrial.pipeline`."""
-        if self.objects:
+        if self.kept.objects:
             raise FleetConfigError(
                 "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
                 "one model in stages."
@@ -178,7 +167,7 @@ class Training:
         self.loader.give_whole_batches(is_whole=True)
         self.in_stages = pipeline
         self.kept.in_parts = pipeline.holding
-        self._prepared.modules.append(model)
+        self.kept.modules.append(model)
         for thing in pipeline.objects:
             self.kept.add(thing)
         return pipeline
@@ -224,7 +213,7 @@ class Training:
         # once.
         last_step = self._session.reports.last_step
         after: AfterEpoch = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
-        self._parts.net.check()
+        self.kept.check_together()
         if after.decision is EpochDecision.YIELD:
             self.leaving.leave(stays=after.stays)
         elif after.decision is EpochDecision.CHECKPOINT:
@@ -232,9 +221,9 @@ class Training:
         return after.decision is not EpochDecision.STOP
 
     def check_ranks(self) -> None:
-        """See `Net.check`; a pass under way is checked when it is over."""
+        """That they are together; a pass under way is checked when it is over."""
         if not self.weights.is_reading:
-            self._parts.net.check()
+            self.kept.check_together()
 
     # -- losses -----------------------------------------------------------------------------------
 

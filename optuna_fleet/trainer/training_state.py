@@ -1,25 +1,27 @@
-"""What is kept of a trial: captured as one where it stops, and restored as one where it goes on.
+"""What an objective has given to `FleetTrial.prepare`, and what is kept of its trial.
 
-That is what was prepared and what its ``state_dict`` leaves out, ``trial.state``, the sums of
-``trial.totals``, random generators, reports, and the place in the loops over epochs.
+That is captured as one where the trial stops, and restored as one where it goes on: what was
+prepared and what its ``state_dict`` leaves out, ``trial.state``, the sums of ``trial.totals``,
+random generators, reports, and the place in the loops over epochs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
-from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.gradients import batchnorm, collectives
+from optuna_fleet.trainer.gradients.replicas import check_same, check_together, make_same
+from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.run_parts import Parts
 from optuna_fleet.trainer.states import (
@@ -33,6 +35,14 @@ from optuna_fleet.trainer.states import (
     uncompiled,
 )
 
+OPTIONS = ("min_devices", "max_devices", "kind")
+"""Keywords of `FleetTrial.prepare` that are no objects."""
+
+_TAKES = (
+    "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
+)
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
 
 class InParts(Protocol):
     """What was prepared, if each rank has some of its state; all ranks call it alike."""
@@ -44,49 +54,82 @@ class InParts(Protocol):
         """Forget what the others hold."""
 
 
-class Steps:
-    """Sees whether gradients wait for the step of some optimizer, and must be kept."""
-
-    def __init__(self, objects: Sequence[Any], reducer: Reducer) -> None:
-        self._objects = objects  # what was prepared so far
-        self._reducer = reducer  # counts backward passes
-        self._stepped: dict[int, int] = {}  # after how many of them, by optimizer
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-
-    def close(self) -> None:
-        """Look no more; the hook would keep the trial's memory."""
-        self._handle.remove()
-
-    @property
-    def are_pending(self) -> bool:
-        """Whether one is awaited."""
-        optimizers = [id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)]
-        return any(self._stepped.get(o) != self._reducer.num_passes for o in optimizers)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped[id(optimizer)] = self._reducer.num_passes
-
-
 class TrainingState:
     """Of one rank.
 
     Attributes:
-        objects: What was prepared so far.
+        state: `trial.state`.
+        objects: What was prepared so far; it trains on one device, or data parallel on several.
+        modules: Those of them that are modules.
         in_parts: The model, the first of the objects, and its optimizer, if they are in stages.
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.objects = parts.objects
+        self.state: dict[str, Any] = {}
+        self.objects: list[Any] = []
+        self.modules: list[torch.nn.Module] = []
         self.in_parts: InParts | None = None
         self._parts = parts
         self._session = parts.session
         self._position = parts.position
-        self._user = parts.user
-        self.steps = Steps(parts.objects, parts.reducer)
+        self._kind: str | None = None  # as the user calls it
         self._called: list[str] = []
         self._names: list[frozenset[str]] = []  # in modules, where the loop began
         self._saved: Checkpoint | None = None
         self._is_restored = False
+
+    # -- what is prepared -------------------------------------------------------------------------
+
+    def traits(self, reads: str) -> frozenset[str]:
+        """Of a trial that `reads` its batches so, see `Model`; none where it is not checked."""
+        if self._parts.widths.bounds.min_devices > 1 or self.in_parts is not None:
+            return frozenset()
+        if self._kind is not None:
+            return frozenset({f"of the kind {self._kind}"})
+        parts = [part for module in self.modules for part in module.modules()]
+        tensors = (tensor for module in self.modules for tensor in module.parameters())
+        choices = self._parts.session.choices.items()
+        return frozenset(
+            {
+                reads,
+                *(f"{type(x).__module__}.{type(x).__qualname__}" for x in self.objects),
+                *(f"{type(part).__module__}.{type(part).__qualname__}" for part in parts),
+                *(str(tensor.dtype) for tensor in tensors),
+                *(f"{name}={choice}" for name, choice in choices),
+            }
+        )
+
+    def prepare(
+        self, objects: Sequence[Any], named: Mapping[str, Any], kind: str | None = None
+    ) -> None:
+        """Take more of them, some as the user calls them.
+
+        Raises:
+            FleetConfigError: One has no state that can be saved, or is lazy, or a wrapper that
+                trains data parallel itself, or there is none.
+        """
+        check_that("kind", kind, is_a(str), "be a word, as 'resnet'", optional=True)
+        self._kind = kind or self._kind
+        called = [*("" for _ in objects), *named]
+        objects = [*objects, *named.values()]
+        if not objects:
+            raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
+        for thing in objects:  # before any optimizer's state is made to follow them
+            if isinstance(thing, torch.nn.Module):
+                thing.to(self._parts.device)
+        for thing, name in zip(objects, called, strict=True):
+            _check(thing, name)
+            self.add(thing, name)
+            if isinstance(thing, torch.nn.Module):
+                self._train(thing)
+
+    def _train(self, module: torch.nn.Module) -> None:
+        self.modules.append(module)
+        if group_size() > 1:
+            check_same(module)
+            make_same(module)
+        batchnorm.begin(self._parts.weights)
+        self._parts.reducer.watch(module)
 
     # -- where it stops ---------------------------------------------------------------------------
 
@@ -100,6 +143,11 @@ class TrainingState:
         """Whether nothing that could be kept is trained."""
         return self._position.reads_unprepared and not self.objects
 
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients wait for the step of some optimizer, and must be kept."""
+        return self._parts.reducer.awaits_step_of(self.objects)
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Within it rank 0 has what there is to capture; if it is in parts, all ranks enter."""
@@ -112,6 +160,10 @@ class TrainingState:
         finally:
             self.in_parts.release()
 
+    def check_together(self) -> None:
+        """See `replicas.check_together`."""
+        check_together(self.objects, self.state, self._parts.weights)
+
     def meet(self, step: int | None) -> list[dict[str, Any]]:
         """Called on all ranks where they stop, before a step of the first pass or at the end.
 
@@ -120,7 +172,7 @@ class TrainingState:
         Raises:
             TrialError: They have come apart.
         """
-        self._parts.net.check()
+        self.check_together()
         totals = {} if step is None else self._parts.totals.own
         return collectives.gather({"rng": rng_state(), "totals": totals})
 
@@ -147,12 +199,11 @@ class TrainingState:
         return Checkpoint(
             loop=self._position.loop,
             objects=[state_of(thing) for thing in self.objects],
-            state=self._user,
+            state=self.state,
             history=dict(self._session.reports.values),
             modules=[i for i, thing in enumerate(self.objects) if self._is_module(i, thing)],
             names=self._called,
-            remainder=remainder_of(self.objects, with_gradients=self.steps.are_pending),
-            parameters=dict(self._session.parameters),
+            remainder=remainder_of(self.objects, with_gradients=self.has_pending_gradients),
             **where,
         )
 
@@ -178,24 +229,23 @@ class TrainingState:
     def go_on_with(self, saved: Checkpoint, device: torch.device) -> None:
         """The objective begins anew, to go on from there."""
         self._saved = saved = checkpoint.placed(saved, device)
-        self._user.update(copy.deepcopy(saved.state))
+        self.state.update(copy.deepcopy(saved.state))
         self._session.reports.begin_with(saved.history)
 
-    def add(self, thing: Any, name: str = "") -> bool:
-        """An object was prepared, by that name if it has one; whether it was restored, on all."""
+    def add(self, thing: Any, name: str = "") -> None:
+        """An object was prepared, by that name if it has one."""
         self.objects.append(thing)
         with uncompiled(thing) as own:
             self._called.append(name or type(own).__name__)
         if self._saved is not None:
-            return self._restore(thing, len(self.objects) - 1, self._saved)
-        if isinstance(thing, torch.optim.Optimizer) and thing.state:
+            self._restore(thing, len(self.objects) - 1, self._saved)
+        elif isinstance(thing, torch.optim.Optimizer) and thing.state:
             thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
-        return False
 
-    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> bool:
+    def _restore(self, thing: Any, position: int, saved: Checkpoint) -> None:
         if position >= len(saved.objects):
             if self._position.loop >= saved.loop:
-                return False  # made after the loop that was checkpointed
+                return  # made after the loop that was checkpointed
             raise TrialError(
                 "trial.prepare() was called with more objects than when trial "
                 f"{self._session.run.number} was checkpointed ({len(saved.objects)}): an "
@@ -205,12 +255,11 @@ class TrainingState:
         num_groups = len(state.get("param_groups", ()))
         groups = getattr(thing, "param_groups", None)
         if groups is not None and len(groups) < num_groups:
-            return False  # they were added later: see `_restore_all`
+            return  # they were added later: see `_restore_all`
         is_module = isinstance(thing, torch.nn.Module)
         if is_module and names_in(thing) != state.keys():
-            return False  # it was changed from here to the loop (pruned, say), and will be again
+            return  # it was changed from here to the loop (pruned, say), and will be again
         load_state(thing, _kept(thing, state))
-        return True
 
     def begin_loop(self) -> int | None:
         """A loop over epochs begins; return its first one, or None if it was done before."""
@@ -230,7 +279,7 @@ class TrainingState:
     def _restore_for_epoch(self, saved: Checkpoint) -> None:
         for position, thing in enumerate(self.objects[: len(saved.objects)]):
             self._restore(thing, position, saved)
-        restore_into(self._user, copy.deepcopy(saved.state), self.objects)
+        restore_into(self.state, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
 
     def first_step(self) -> tuple[int, bool]:
@@ -254,7 +303,7 @@ class TrainingState:
                 add_groups(thing, saved.remainder[position], self.objects)
             load_state(thing, _kept(thing, saved.objects[position]))
             restore_remainder(thing, saved.remainder[position])
-        restore_into(self._user, copy.deepcopy(saved.state), self.objects)
+        restore_into(self.state, copy.deepcopy(saved.state), self.objects)
         checkpoint.restore_rng(saved.rng)
         # Its memory is needed.
         nothing = [dict[str, Any]() for _ in saved.objects]
@@ -280,3 +329,38 @@ class TrainingState:
 def _kept(thing: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Modules copy their state; optimizers keep what they get."""
     return state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state)
+
+
+def _check(thing: Any, name: str) -> None:
+    """Check what was prepared, as `name` if it has one."""
+    has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    if isinstance(thing, type) or not has_state:
+        kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
+        what = f" as `{name}`" if name else ""
+        raise FleetConfigError(
+            f"trial.prepare() was given a `{kind}`{what}, but takes {_TAKES}, each by itself."
+        )
+    if isinstance(thing, torch.nn.Module):
+        _check_initialised(thing)
+        _check_unwrapped(thing)
+
+
+def _check_unwrapped(module: torch.nn.Module) -> None:
+    """Check that a module, and no part of it, is trained data parallel already."""
+    wrapper = next((part for part in module.modules() if isinstance(part, _WRAPPERS)), None)
+    if wrapper is not None:
+        raise FleetConfigError(
+            f"trial.prepare() was given what is in a `{type(wrapper).__name__}`, but trains "
+            "modules data parallel by itself: leave the wrapper out, and prepare and call the "
+            "module inside it."
+        )
+
+
+def _check_initialised(module: torch.nn.Module) -> None:
+    """Check that no tensor of a module is still to be made."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FleetConfigError(
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
+                f"initialised: run one batch through the model before `trial.prepare`."
+            )

@@ -15,7 +15,7 @@ from optuna_fleet.wire.packing import plain
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.data.reading import Shards
+    from optuna_fleet.trainer.data.shard_loader import Shards
     from optuna_fleet.trainer.gradients.weights import Share
     from optuna_fleet.trainer.totals import Totals
     from optuna_fleet.trainer.training import Training
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 class FleetTrial(RemoteTrial):
     """An `optuna.Trial` with the methods of training on the fleet.
 
-    These are `prepare`, `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`,
-    `is_resumed`, `is_preflight`, `best_value`, `should_stop`, `pipeline`. An objective that uses
-    none of them is a plain Optuna objective and runs unchanged, on one device.
+    An objective that uses none of them is a plain Optuna objective: it runs unchanged, on one
+    device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -92,23 +91,15 @@ class FleetTrial(RemoteTrial):
         Values may be numbers, strings, tensors and plain lists, tuples, sets, dicts, `OrderedDict`
         or `Counter` of these; no `defaultdict`.
         """
-        return self._training.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        raise AttributeError(
-            "`trial.state` can't be set, as it may hold what the trial had before it moved: use "
-            "trial.state.update(...), or trial.state['key'] = value."
-        )
+        return self._training.kept.state
 
     @property
     def totals(self) -> Totals:
         """Sums over an epoch, which follow the trial when it moves within one.
 
-        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches,
-        best before ``loss.backward()``; after the loop `trial.totals["loss"]` is the sum over all
-        devices, ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch
-        begins.
+        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches;
+        after it `trial.totals["loss"]` is the sum over all devices,
+        ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch begins.
         """
         return self._training.totals
 
@@ -127,8 +118,7 @@ class FleetTrial(RemoteTrial):
     def should_stop(self, patience: int, min_improvement: float = 0.0) -> bool:
         """Whether none of the last `patience` reported values improved on the best before them.
 
-        Wherever the trial was when it reported them, and in whichever of its loops. Use it as
-        ``if trial.should_stop(patience=5): break`` and return `best_value`.
+        As ``if trial.should_stop(patience=5): break``; return `best_value`.
 
         Args:
             patience: Number of reports in a row without an improvement.
@@ -264,15 +254,14 @@ class FleetTrial(RemoteTrial):
     ) -> torch.Tensor:
         """Return a loss whose gradients are exact where it is no plain mean over the samples.
 
-        On several devices each computes the loss of its own samples, and the gradients are
-        averaged by the number of samples. That is exact for a mean over samples. A weighted mean,
-        sum(w * l) / sum(w), needs the sum of its weights::
+        Gradients are averaged over the devices by the number of samples. A weighted mean,
+        sum(w * l) / sum(w), needs the sum of its weights, one over tokens `mask.sum()`::
 
             loss = F.cross_entropy(model(x), y, weight=class_weights)
             trial.weighted(loss, class_weights[y].sum()).backward()
 
-        Likewise `mask.sum()` for a mean over tokens. The result can be scaled, added to other
-        losses, and stepped through a GradScaler. All ranks must call it alike.
+        The result can be scaled, added to other losses, and stepped through a GradScaler. All
+        ranks must call it alike.
 
         Args:
             loss: The weighted mean over this rank's samples, a tensor of one element. Where this
@@ -280,12 +269,10 @@ class FleetTrial(RemoteTrial):
             weight: The sum of their weights, a number or a tensor of one element.
             fetched_ahead: The loss may be of an earlier batch than the one that was read last.
                 Then `weight` must be 0 for a stand-in sample, for which `shard_size` was 0 when
-                its batch was read. Give the weight of each loss, and the trial is exact on several
-                devices however it fetches ahead or keeps batches.
+                its batch was read.
 
         Returns:
-            A loss of the same value; for the whole batch's value log
-            ``trial.mean(loss.item(), weight=...)``. On one device `loss` itself.
+            A loss of the same value, of this rank's samples. On one device `loss` itself.
 
         Raises:
             FleetConfigError: `loss` is no tensor of one element, or `weight` no number >= 0.
@@ -305,10 +292,9 @@ class FleetTrial(RemoteTrial):
         """Iterate over periods of `every` training steps, of `num_steps` in all.
 
         As over `epochs`: between two periods a trial may be checkpointed and moved. In a period
-        `batches` of training data has so many (the last period may have fewer), and goes on where
-        the period before has ended: in the same epoch of the data, or over its end in the next.
-        What is not shuffled is read whole. Keep to one batch size in a loop, or samples are left
-        out or repeated. Plans and progress count its periods as epochs.
+        `batches` of training data has so many (the last may have fewer), and goes on where the
+        period before has ended, over the end of the data's epoch too. What is not shuffled is read
+        whole. Keep to one batch size in a loop, or samples are left out or repeated.
         """
         return self._training.steps(num_steps, every)
 
@@ -328,9 +314,9 @@ class FleetTrial(RemoteTrial):
         on one device.
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
-        was prepared, `state` and `totals`. Then the trial may be checkpointed, or move to other
-        devices, between two batches, if this is the first pass of an epoch: the objective then
-        runs again up to this loop, which goes on with the next batch.
+        was prepared, `state` and `totals`. Then the trial may be checkpointed, or move, between
+        two batches of an epoch's first pass: the objective runs again up to this loop, which goes
+        on with the next batch.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.
@@ -345,12 +331,12 @@ class FleetTrial(RemoteTrial):
     @property
     def prepared(self) -> tuple[Any, ...]:
         """What was given to `prepare` so far."""
-        return tuple(self._training.objects)
+        return tuple(self._training.kept.objects)
 
     @property
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the step of some optimizer; a checkpoint then has them."""
-        return self._training.kept.steps.are_pending
+        return self._training.kept.has_pending_gradients
 
     @property
     def batch_share(self) -> Share:
@@ -368,12 +354,7 @@ class FleetTrial(RemoteTrial):
     def stay_on(self, num_devices: int, why: str) -> NoReturn:
         """Leave the objective: the trial goes on from its last checkpoint, on so many at most.
 
-        Args:
-            num_devices: The most devices that it can use.
-            why: A sentence for the user.
-
-        Raises:
-            TrialError: Always.
+        `why` is a sentence for the user.
         """
         raise self._training.weights.too_wide(why, max_devices=num_devices)
 

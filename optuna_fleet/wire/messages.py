@@ -5,10 +5,9 @@ What a user's code made (objectives, values, exceptions) travels as cloudpickle 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from optuna_fleet.events import Ending
 from optuna_fleet.wire.node_messages import ProcessId, StoreReady
@@ -42,7 +41,6 @@ class RunTrial:
         store: Where the ranks find each other; needed for more than one.
         study_name: Name of the study, which checkpoints carry.
         by_gloo: Whether its ranks are a group by gloo, though some may be on GPUs.
-        parameters: What the study has suggested to the trial so far, where it is to be resumed.
         run_name: In the names of the checkpoints that it writes.
         folder: Where these are, on the driver's machine.
         folder_token: By which a trainer knows whether it sees that folder itself.
@@ -60,16 +58,16 @@ class RunTrial:
 
     run_id: int
     number: int
-    trial_id: int
-    rank: int
-    world_size: int
     seed: int
-    objective_id: int
-    measure: bool
-    group: str
-    store: StoreReady | None
-    gc_after_trial: bool
     maximize: bool | None
+    trial_id: int = 0
+    rank: int = 0
+    world_size: int = 1
+    objective_id: int = 0
+    measure: bool = False
+    group: str = ""
+    store: StoreReady | None = None
+    gc_after_trial: bool = False
     objective_at: str = ""
     run_name: str = ""
     folder: str = ""
@@ -83,7 +81,6 @@ class RunTrial:
     num_of_all_types: int = 1
     study_name: str = ""
     by_gloo: bool = False
-    parameters: Mapping[str, Any] = field(default_factory=dict)
     held: int | None = None
 
     @property

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from optuna_fleet.checkpoints.file import CheckpointError, readable, written
-from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.checkpoints.folder import FileName, StudyFolder
 from optuna_fleet.checkpoints.store import Store
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.node_messages import Refused

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_fleet.checkpoints.names import FileName, newest_first
+from optuna_fleet.checkpoints.folder import FileName, newest_first
 from tests.chaos.faults import KINDS, Fault
 from tests.nursery import Forked
 from tests.storage_servers import Postgres

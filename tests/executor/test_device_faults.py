@@ -26,7 +26,6 @@ from optuna_fleet.exceptions import is_for_want_of_peers, is_of_device, is_out_o
 from optuna_fleet.executor.fleet.faults import Faults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
-from optuna_fleet.trainer.device_state import ailment_of
 from optuna_fleet.wire.messages import TrainerReady
 
 
@@ -281,5 +280,5 @@ def test_a_gpu_that_torch_can_not_use_is_found_out(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "ones", ones)
     gpu = Device(index=0, node=0, kind="NVIDIA H200", visible="0")
-    assert ailment_of(gpu) == "RuntimeError: no CUDA-capable device is detected"
-    assert ailment_of(Device(index=0, node=0, kind="cpu")) == ""
+    assert main.ailment_of(gpu) == "RuntimeError: no CUDA-capable device is detected"
+    assert main.ailment_of(Device(index=0, node=0, kind="cpu")) == ""

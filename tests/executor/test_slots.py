@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
+import torch.distributed as dist
 
 from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
@@ -16,6 +16,7 @@ from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.fleet.nodes import Nodes
 from optuna_fleet.resources import Device, needs_gloo
 from optuna_fleet.trainer import groups
+from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import AgentJoining
 from tests.fleets import Leg, fleet_of, train
 
@@ -79,18 +80,11 @@ def test_cpu_slots_are_as_many_as_are_wanted() -> None:
 def test_ranks_on_one_gpu_do_without_nccl(
     monkeypatch: pytest.MonkeyPatch, kind: str, by_gloo: bool, backend: str
 ) -> None:
-    joined: list[str] = []
-    monkeypatch.setattr(groups, "join_group", lambda spec, backend, _: joined.append(backend))
-    run: Any = SimpleNamespace(
-        rank=0,
-        world_size=2,
-        group="g",
-        store=None,
-        by_gloo=by_gloo,
-        collective_s=1.0,
-    )
-    groups.join_group_of(run, kind)
-    assert joined == [backend]
+    begin = mock.Mock()
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    run = RunTrial(run_id=0, number=0, seed=0, maximize=None, by_gloo=by_gloo)
+    groups.join_group(run, kind)
+    assert begin.call_args.args == (backend,)
 
 
 def test_a_trial_on_the_slots_of_one_device() -> None:

@@ -89,9 +89,7 @@ def files_of(folder: StudyFolder, dial: Callable[[], Channel], token: str = "oth
 
 
 def made(data: bytes = DATA) -> Captured:
-    content = Checkpoint(
-        loop=1, epoch=5, objects=[], state={"data": data}, rng=[], history={}, parameters={}
-    )
+    content = Checkpoint(loop=1, epoch=5, objects=[], state={"data": data}, rng=[], history={})
     return captured(content)
 
 

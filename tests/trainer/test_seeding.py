@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from optuna_fleet.trainer.data import shard_loader
-from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.run_parts import EpochPosition
 
 
 @pytest.mark.parametrize(

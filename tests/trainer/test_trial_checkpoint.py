@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import re
 from collections import OrderedDict, defaultdict, namedtuple
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +49,21 @@ class Picture(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("value", "advice"),
+    ("value", "words"),
     [
-        (np.float64(1), "value.item"),
-        (np.zeros(2), "torch.from_numpy"),
-        ({"deep": [object()]}, "object"),
-        (lambda: 0, "function"),
-        (frozenset([1]), "frozenset"),
-        (defaultdict(list), "is a defaultdict.*store a dict.*setdefault"),
-        ([{"deep": Pair(1, 2)}], r"\[0\]\['deep'\] is a Pair.*`tuple\(value\)`"),
-        (Log(), r"is a Log.*`dict\(value\)`"),
-        (torch.ones(2).as_subclass(Picture), "is a Picture.*make the Picture from it"),
+        (np.float64(1), " is a float64"),
+        (np.zeros(2), " is a ndarray"),
+        ({"deep": [lambda: 0]}, r"\['deep'\]\[0\] is a function"),
+        (frozenset([1]), " is a frozenset"),
+        (defaultdict(list), " is a defaultdict"),
+        ([{"deep": Pair(1, 2)}], r"\[0\]\['deep'\] is a Pair"),
+        (Log(), " is a Log.*make the Log from"),
+        (torch.ones(2).as_subclass(Picture), " is a Picture"),
     ],
 )
-def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, advice: str) -> None:
-    path = tmp_path / "trial0"
-    save(path, make(epoch=1))
-    with pytest.raises(FleetConfigError, match=r"trial\.state\['mine'\]") as caught:
+def test_state_that_can_not_be_loaded_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(FleetConfigError, match=r"trial\.state\['mine'\]" + words):
         checkpoint.captured(make(state={"mine": value}))
-    assert re.search(advice, str(caught.value))
-    assert checkpoint.load(path, OWNER).content.epoch == 1
 
 
 def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
@@ -90,18 +84,16 @@ def test_every_flipped_byte_is_noticed_and_what_is_cut_short(tmp_path: Path) -> 
     save(path, make(rng=[]))
     good = path.read_bytes()
     places = [*range(100), *range(100, len(good), max(1, len(good) // 100)), len(good) - 1]
-    for place in places:
-        bad = bytearray(good)
+    flipped = [bytearray(good) for _ in places]
+    for bad, place in zip(flipped, places, strict=True):
         bad[place] ^= 1 << (place % 8)
-        path.write_bytes(bad)
+    for data in (*flipped, *(good[:length] for length in (0, 10, 43, 44, 500, -1))):
         with pytest.raises(CheckpointError, match=str(path)):
-            checkpoint.load(path, OWNER)
-        with pytest.raises(CheckpointError, match=str(path)):
-            checkpoint_file.inspect(path, OWNER, verify=True)
-    for length in (0, 10, 91, 92, 500, -1):
-        path.write_bytes(good[:length])
-        with pytest.raises(CheckpointError, match="truncated"):
-            checkpoint.load(path, OWNER)
+            checkpoint.loaded(path, data, OWNER)
+    for other in (replace(OWNER, trial=6), replace(OWNER, study="another")):
+        with pytest.raises(CheckpointError, match=f"not of trial {other.trial} of study"):
+            checkpoint.loaded(path, good, other)
+    assert checkpoint.loaded(path, good, OWNER).position == (1, 3)
 
 
 def test_what_torch_could_not_load_again_is_refused() -> None:
@@ -120,24 +112,6 @@ def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         save(tmp_path / "new", make())
     with pytest.raises(CheckpointError, match="version 99"):
         checkpoint.load(tmp_path / "new", OWNER)
-
-
-@pytest.mark.parametrize(
-    ("known", "words"),
-    [
-        ({"lr": 0.2, "depth": 3}, "'lr' was 0.1, but that of this trial is 0.2"),
-        ({"depth": 3}, "'lr' was 0.1, but that of this trial is not known"),
-        ({"lr": 0.1 * (1 + 1e-15), "depth": 3, "suggested_later": "a"}, None),
-    ],
-)
-def test_a_checkpoint_of_other_parameters_counts_as_damaged(
-    tmp_path: Path, known: dict[str, Any], words: str | None
-) -> None:
-    save(tmp_path / "c", make(parameters={"depth": 3, "lr": 0.1}))
-    refused = pytest.raises(CheckpointError, match=words) if words else nullcontext()
-    with refused:
-        data = checkpoint_file.contents(tmp_path / "c")
-        checkpoint.loaded(tmp_path / "c", data, OWNER, known)
 
 
 def test_tensors_of_the_state_come_back_where_they_were() -> None:

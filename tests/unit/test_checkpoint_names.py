@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.checkpoints.names import FileName, newest_first, resumable, superfluous, trial_of
+from optuna_fleet.checkpoints.folder import (
+    FileName,
+    newest_first,
+    resumable,
+    superfluous,
+    trial_of,
+)
 
 RUNS = ("0123abcd-9", "0123abcd-12", "99999999-0")
 

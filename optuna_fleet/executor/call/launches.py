@@ -94,7 +94,6 @@ def _order(sweep: Sweep, run: RunRecord) -> RunTrial:
         store=None,
         study_name=folder.study_name,
         by_gloo=needs_gloo((agents.devices[d] for d in launch.devices), agents.nodes.here()),
-        parameters=sweep.ledger.suggested(launch.number),
         run_name=sweep.run_name(launch.run_id),
         folder=str(folder.path),
         folder_token=sweep.folder_token,

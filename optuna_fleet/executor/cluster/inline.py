@@ -114,10 +114,10 @@ def _torch_set_up(run: RunTrial) -> Iterator[None]:
     with ExitStack() as at_end:
 
         def set_up() -> None:
-            from optuna_fleet.trainer.groups import has_group, join_group_of, leave_group
+            from optuna_fleet.trainer.groups import has_group, join_group, leave_group
 
             if not has_group():
-                join_group_of(run, "cpu")
+                join_group(run, "cpu")
                 at_end.callback(leave_group)
             seed_torch(run.seed, run.number)
 

@@ -18,10 +18,6 @@ Finish = Callable[[Any], Any]
 """The elementwise end of the preprocessing (types, normalisation), left to whoever trains."""
 
 
-def _as_it_is(data: Any) -> Any:
-    return data
-
-
 def feed(
     batches: Iterable[Batch], device: torch.device, finish: Finish | None
 ) -> Generator[tuple[Batch, Any], None, None]:
@@ -29,20 +25,26 @@ def feed(
 
     Close it before the batches: the next one may be on its way.
     """
-    finish = finish or _as_it_is
     if device.type != "cpu":
-        copies, thread = Copies(device), _thread(device)
+        copies, thread = _side(device)
         try:
-            yield from ahead(batches, copies, thread, finish)
+            for batch, data in ahead(batches, copies, thread):
+                yield batch, finish(data) if finish else data
         finally:
             wait([thread.submit(copies.forget)])
         return
     for batch in batches:
-        yield batch, finish(batch.data)
+        yield batch, finish(batch.data) if finish else batch.data
+
+
+@cache
+def _side(device: torch.device) -> tuple[Copies, Executor]:
+    """One for all passes: the caching allocator keeps memory for each stream."""
+    return Copies(device), ThreadPoolExecutor(1, "staging")
 
 
 def ahead(
-    batches: Iterable[Batch], copies: Copies, thread: Executor, finish: Finish = _as_it_is
+    batches: Iterable[Batch], copies: Copies, thread: Executor
 ) -> Generator[tuple[Batch, Any], None, None]:
     """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
 
@@ -50,22 +52,18 @@ def ahead(
     is its own until the next is asked for; the thread starts the copies, so that they don't keep
     up whoever trains.
     """
-
-    def arrived(batch: Batch, sent: Future[Any]) -> tuple[Batch, Any]:
-        return batch, finish(copies.take(*sent.result()))
-
     on_the_way: tuple[Batch, Future[Any]] | None = None
     for batch in batches:
         pinned = thread.submit(copies.pin, batch.data)
         sent = thread.submit(_send, copies, pinned)
         try:
             if on_the_way is not None:
-                yield arrived(*on_the_way)
+                yield on_the_way[0], copies.take(*on_the_way[1].result())
         finally:
             wait([pinned])  # its memory may be used for others now
         on_the_way = batch, sent
     if on_the_way is not None:
-        yield arrived(*on_the_way)
+        yield on_the_way[0], copies.take(*on_the_way[1].result())
 
 
 def _send(copies: Copies, pinned: Future[Any]) -> Any:
@@ -82,8 +80,9 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = accelerator_of(device.type).module
-        self._stream = _side_stream(device)
-        self._lately = _lately(device)
+        self._stream = self._module.Stream(device)
+        # The batch in use and the one on its way, pinned and sent; if the device fails they stay.
+        self._lately = deque[Any](maxlen=4)
 
     def pin(self, data: Any) -> Any:
         """Nested data that does not lie where it was, ready for `send`; takes its time."""
@@ -114,24 +113,6 @@ class Copies:
     def _pinned_by_itself(self, data: Any) -> Any:
         """What moves itself, as a `DataLoader` pins it; else it goes by the usual stream now."""
         return data.pin_memory() if hasattr(data, "pin_memory") else data.to(self._device)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    """One for all: the caching allocator keeps memory for each stream."""
-    stream: torch.Stream = accelerator_of(device.type).module.Stream(device)
-    return stream
-
-
-@cache
-def _lately(device: torch.device) -> deque[Any]:
-    """The batch in use and the one on its way; those of a device that has failed stay."""
-    return deque(maxlen=4)  # pinned and sent
-
-
-@cache
-def _thread(device: torch.device) -> Executor:
-    return ThreadPoolExecutor(1, "staging")
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,13 @@ from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import InlineClient, PipelineClient
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Asked, Shards
 from optuna_fleet.trainer.data.telling import Telling
 from optuna_fleet.trainer.gradients.weights import Share
-from optuna_fleet.trainer.leaving import Leaving
 from optuna_fleet.trainer.nested import lengths_in
-from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.randomness import seed_gpu
-from optuna_fleet.trainer.run_parts import Bounds, Parts
+from optuna_fleet.trainer.run_parts import Asked, Bounds, Parts
+from optuna_fleet.trainer.saving import Leaving
+from optuna_fleet.trainer.training_state import TrainingState
 
 _UNPREPARED = (
     "without trial.prepare(model, optimizer) it stays on one device; it never moves nor resumes."
@@ -55,7 +54,7 @@ class ShardLoader:
         self,
         parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
-        prepared: Prepared,
+        kept: TrainingState,
         leaving: Leaving,
         telling: Telling,
     ) -> None:
@@ -68,8 +67,8 @@ class ShardLoader:
         self._position = parts.position
         self._device = parts.device
         self._pipeline = pipeline
-        self._prepared = prepared
-        self._modules = prepared.modules
+        self._kept = kept
+        self._modules = kept.modules
         self._leaving = leaving
         self._telling = telling
         self._batch_size: int | None = None  # that was given last
@@ -149,7 +148,7 @@ class ShardLoader:
         if movable:
             self._parts.totals.merge()
         if one.is_shuffled:
-            self._parts.net.check()
+            self._kept.check_together()
 
     def _read(self, one: _Pass) -> Iterator[Any]:
         assert self._pipeline is not None
@@ -193,7 +192,7 @@ class ShardLoader:
         self._telling.reach(asked, dataset.num_samples, trains=is_shuffled, movable=can_leave)
         self._check_order(asked.name, is_shuffled)
         self._num_passes += 1
-        first, goes_on = self._prepared.kept.first_step() if can_leave else (0, False)
+        first, goes_on = self._kept.first_step() if can_leave else (0, False)
         if self._trains(is_shuffled):
             self._telling.begin_pass(self._num_passes)
         if goes_on:  # with the generator that the checkpoint has
@@ -252,6 +251,27 @@ class ShardLoader:
                 "trial.epochs(): all such passes have the same order and augmentation. Use `for "
                 "epoch in trial.epochs(n):`."
             )
+
+
+class Shards:
+    """One epoch's batches, this rank's share of each: what `FleetTrial.batches` returns."""
+
+    def __init__(self, loader: ShardLoader, asked: Asked, *, movable: bool) -> None:
+        self._loader = loader
+        self._asked = asked
+        self._movable = movable
+
+    @property
+    def most_samples(self) -> int:
+        """Of a batch, over all ranks."""
+        return min(self._asked.batch_size, self._loader.num_samples(self._asked.name))
+
+    def __len__(self) -> int:
+        """Number of steps in the epoch, the same on every rank."""
+        return self._loader.num_steps(self._asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.read(self._asked, movable=self._movable)
 
 
 def _is_trained(module: torch.nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,11 +15,10 @@ from optuna_fleet.accelerator import accelerator_of
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 from optuna_fleet.events import DataRequested, Model, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.data.reading import Asked
-from optuna_fleet.trainer.leaving import Leaving
-from optuna_fleet.trainer.prepared import Prepared
-from optuna_fleet.trainer.run_parts import Parts
+from optuna_fleet.trainer.run_parts import Asked, Parts
+from optuna_fleet.trainer.saving import Leaving
 from optuna_fleet.trainer.session import Yielded
+from optuna_fleet.trainer.training_state import TrainingState
 from optuna_fleet.wire.messages import Trained
 
 _LONG_S = 120.0
@@ -30,10 +29,9 @@ _NOT_CHECKED = (
     "(min_devices, trial.pipeline). See docs/objective.md."
 )
 _MOVABLE = (
-    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
-    'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
-    "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
-    "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
+    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. "
+    'trial.batches("train", ..., movable=True) lets it do so between two batches, trial.steps(n, '
+    "every=...) cuts epochs. See docs/objective.md."
 )
 
 
@@ -45,18 +43,17 @@ class Telling:
         stopwatch: Measures the rate.
     """
 
-    def __init__(self, parts: Parts, prepared: Prepared, leaving: Leaving) -> None:
+    def __init__(self, parts: Parts, kept: TrainingState, leaving: Leaving) -> None:
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(parts.run.measure, parts.device)
         self._parts = parts
         self._session = parts.session
         self._run = parts.run
-        self._prepared = prepared
+        self._kept = kept
         self._leaving = leaving
         self._reached: Model | None = None  # as told last
-        self._has_reached_training = False
         self._samples_per_epoch = 0
-        self._trained_loop: int | None = None  # the last, of which these are
+        self._trained_loop: int | None = None  # the last, of which these are; None before
         self._epoch_began = time.perf_counter()
         self._timed_pass: int | None = None
         self._has_trained = False
@@ -69,27 +66,32 @@ class Telling:
         """
         position, batch_size = self._parts.position, asked.batch_size
         periods = position.periods
-        per_period = samples if periods is None else periods.every * min(batch_size, samples)
         max_epochs = position.num_epochs if position.is_inside else None
-        if trains and position.loop != self._trained_loop:
-            self._trained_loop, self._samples_per_epoch = position.loop, per_period
-        if self._reached is not None and (self._has_reached_training or not trains):
+        is_news = self._reached is None or (trains and self._trained_loop is None)
+        if is_news or (trains and position.loop != self._trained_loop):
+            self._samples_per_epoch = (
+                samples if periods is None else periods.every * min(batch_size, samples)
+            )
+        if trains:
+            self._trained_loop = position.loop
+        if not is_news:
             if max_epochs is not None:
-                told = replace(
-                    self._reached,
-                    resumable=True,
-                    max_epochs=max_epochs,
-                    samples_per_epoch=self._samples_per_epoch,
+                assert self._reached is not None
+                self._tell_reached(
+                    replace(
+                        self._reached,
+                        resumable=True,
+                        max_epochs=max_epochs,
+                        samples_per_epoch=self._samples_per_epoch,
+                    )
                 )
-                if told != self._reached:
-                    self._tell_reached(told)
             return
         if self._reached is None:
             self.reached_after_s = time.perf_counter() - self._session.began
-        self._has_reached_training = trains
-        self._samples_per_epoch = per_period
         bounds = replace(
-            self._parts.widths.bounds, samples_per_epoch=per_period, max_epochs=max_epochs
+            self._parts.widths.bounds,
+            samples_per_epoch=self._samples_per_epoch,
+            max_epochs=max_epochs,
         )
         self._tell_reached(
             Model(
@@ -105,11 +107,6 @@ class Telling:
         )
         if position.is_inside and bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
-        if batch_size > samples:
-            self._session.warn(
-                f"batch_size={batch_size} is larger than data set '{asked.name}' with its "
-                f"{samples} samples: each epoch is one batch of {samples}."
-            )
 
     def need(self, num_devices: int) -> NoReturn:
         """Leave the objective, which is to begin anew on no fewer devices.
@@ -128,15 +125,16 @@ class Telling:
         )
 
     def _tell_reached(self, reached: Model) -> None:
-        self._reached = reached
-        self._tell(DataRequested(run_id=self._run.run_id, model=reached))
+        if reached != self._reached:
+            self._reached = reached
+            self._tell(DataRequested(run_id=self._run.run_id, model=reached))
 
     def _traits(self, *, movable: bool) -> frozenset[str]:
-        if not self._prepared.modules:  # it stays on one device
+        if not self._kept.modules:  # it stays on one device
             return frozenset()
         in_periods = self._parts.position.periods is not None
         reads = "periods" if in_periods else "movable epochs" if movable else "epochs"
-        traits = self._prepared.traits(f"reads {reads}")
+        traits = self._kept.traits(f"reads {reads}")
         if not traits and self._run.num_of_all_types > 1:
             self._session.remark(["not checked"], _NOT_CHECKED)
         return traits
@@ -144,7 +142,7 @@ class Telling:
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
         digest = hashlib.sha256(f"{name}|{batch_size}".encode())
-        for module in self._prepared.modules:
+        for module in self._kept.modules:
             digest.update(type(module).__qualname__.encode())
             for key, parameter in module.named_parameters():
                 digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
@@ -178,7 +176,7 @@ class Telling:
         if seconds >= _LONG_S and not self._leaving.is_movable and self._run.num_devices > 1:
             self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
         if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
-            self.stopwatch.give_up()
+            self.stopwatch.active = False
             self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
 
     def _tell_rate(self, samples_per_s: float) -> None:
@@ -211,24 +209,15 @@ def _gpu_mark(device: torch.device) -> Any:
     return event
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """One batch: its beginning, the waits in it (each has two ends), its end."""
+def _duration_s(marks: list[Any]) -> float:
+    """Of a batch, by the marks of its beginning, the waits in it (each has two) and its end.
 
-    marks: tuple[Any, ...]  # of one kind
-    samples: int
-
-    @property
-    def is_over(self) -> bool:
-        return all(mark.query() for mark in self.marks)
-
-    @property
-    def duration_s(self) -> float:
-        """Waiting for data says nothing about the model."""
-        began, *waits, ended = self.marks
-        waited_ms = sum(a.elapsed_time(b) for a, b in zip(waits[::2], waits[1::2], strict=True))
-        trained_ms: float = began.elapsed_time(ended) - waited_ms
-        return max(1e-9, trained_ms / 1e3)
+    Waiting for data says nothing about the model.
+    """
+    began, *waits, ended = marks
+    waited_ms = sum(a.elapsed_time(b) for a, b in zip(waits[::2], waits[1::2], strict=True))
+    trained_ms: float = began.elapsed_time(ended) - waited_ms
+    return max(1e-9, trained_ms / 1e3)
 
 
 class Stopwatch:
@@ -245,12 +234,8 @@ class Stopwatch:
         of_gpu = partial(_gpu_mark, device)
         self._new_mark: Callable[[], Any] = _HostMark if device.type == "cpu" else of_gpu
         self._marks: list[Any] = []  # of the batch under way
-        self._batches: list[_Batch] = []
+        self._batches: list[tuple[list[Any], int]] = []  # marks and samples
         self._durations_s: list[float] = []  # of those that the device is done with
-
-    def give_up(self) -> None:
-        """Time no batch any more."""
-        self.active = False
 
     @property
     def is_unused(self) -> bool:
@@ -268,21 +253,21 @@ class Stopwatch:
 
     def stop(self, samples: int) -> float | None:
         """Count a trained batch of `samples` samples; return the rate (samples/s) once known."""
-        ended = self._new_mark()
-        self._batches.append(_Batch(marks=(*self._marks, ended), samples=samples))
+        marks = [*self._marks, self._new_mark()]
+        self._batches.append((marks, samples))
         self._marks = []
         if len(self._batches) >= PROFILE_BATCHES:
-            ended.synchronize()
-        for batch in self._batches[len(self._durations_s) :]:
-            if not batch.is_over:
+            marks[-1].synchronize()
+        for marks, _ in self._batches[len(self._durations_s) :]:
+            if not all(mark.query() for mark in marks):
                 break
-            self._durations_s.append(batch.duration_s)
-            self.total_s += batch.duration_s
+            self._durations_s.append(_duration_s(marks))
+            self.total_s += self._durations_s[-1]
         if not self._is_enough():
             return None
         self.active = False
         timed = self._batches[: len(self._durations_s)]
-        return rate_of(self._durations_s, [batch.samples for batch in timed])
+        return rate_of(self._durations_s, [samples for _, samples in timed])
 
     def _is_enough(self) -> bool:
         timed = len(self._durations_s)

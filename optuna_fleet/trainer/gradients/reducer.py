@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -64,7 +65,8 @@ class Reducer:
         self.num_passes = 0
         self._weights = weights
         self._remark = remark
-        self._hooks: list[RemovableHandle] = []
+        self._stepped: dict[int, int] = {}  # by optimizer: after how many passes, the last time
+        self._hooks: list[RemovableHandle] = [register_optimizer_step_post_hook(self._has_stepped)]
         self._params: list[TensorWeakRef] = []
         self._module_of: list[int] = []
         self._reached = set[int]()  # modules, in this epoch
@@ -100,6 +102,14 @@ class Reducer:
         """Reduce no more: a model may train in the next trial too."""
         while self._hooks:
             self._hooks.pop().remove()
+
+    def awaits_step_of(self, objects: Sequence[object]) -> bool:
+        """Whether gradients wait for the step of some optimizer among these, and must be kept."""
+        optimizers = [id(one) for one in objects if isinstance(one, torch.optim.Optimizer)]
+        return any(self._stepped.get(one) != self.num_passes for one in optimizers)
+
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._stepped[id(optimizer)] = self.num_passes
 
     # -- one backward pass ------------------------------------------------------------------------
 

@@ -52,34 +52,26 @@ def make_same(module: torch.nn.Module) -> None:
             tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
 
-class Net:
-    """Compares what the ranks have, as a whole: what was prepared so far, and ``trial.state``.
+@torch.no_grad()
+def check_together(objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> None:
+    """Compare what the ranks have, as a whole, if they have trained since; called on all of them.
 
     At the end of each training pass, and before a checkpoint is made. So none is made, and no
-    value reported, of ranks that are apart.
+    value reported, of ranks that are apart. Compared are sums: of each parameter, buffer, and
+    tensor of an optimizer's state or another object's, the options of optimizers, and numbers and
+    tensors in ``trial.state``.
+
+    Raises:
+        TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
     """
-
-    def __init__(self, objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> None:
-        self._objects = objects
-        self._state = state
-        self._weights = weights
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Compare, if there is something new; called on all ranks.
-
-        Compared are sums: of each parameter, buffer, and tensor of an optimizer's state or another
-        object's, the options of optimizers, and numbers and tensors in ``trial.state``.
-
-        Raises:
-            TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
-        """
-        if group_size() == 1 or not self._weights.take_trained():
-            return
-        self._weights.begin("the comparison of the ranks")
-        if names := _apart(_found(self._objects, self._state)):
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            raise self._weights.too_wide(APART.format(names=shown))
+    if group_size() == 1 or not weights.take_trained():
+        return
+    weights.begin("the comparison of the ranks")
+    values = _values(objects, state)
+    found = [one for name, value in values if (one := _sum_of(name, value)) is not None]
+    if names := _apart(found):
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise weights.too_wide(APART.format(names=shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +100,7 @@ def _apart(found: list[_Sum]) -> list[str]:
     return [one.name for one, apart in zip(found, differs.tolist(), strict=True) if apart]
 
 
-def _found(objects: Sequence[Any], state: dict[str, Any]) -> list[_Sum]:
-    return [_Sum(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
-
-
-def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
-    """The sum, that of absolute values, and by what part of this ranks may differ in that."""
+def _sum_of(name: str, value: Any) -> _Sum | None:
     try:
         if not isinstance(value, Tensor):
             value = torch.as_tensor(value, dtype=torch.float64)
@@ -128,33 +115,28 @@ def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
         return None
     epsilon = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
     tolerance = min(max(_EPSILONS * epsilon, _LEAST_TOLERANCE), _MOST_TOLERANCE)
-    return total.double(), size.double(), tolerance
+    return _Sum(name, total.double(), size.double(), tolerance)
 
 
 def _values(objects: Sequence[Any], state: dict[str, Any]) -> list[tuple[str, Any]]:
     """What causes that others come apart first: weights are the last."""
-    named = [(f"{type(thing).__name__} ({i})", thing) for i, thing in enumerate(objects)]
-    modules = [(name, thing) for name, thing in named if isinstance(thing, torch.nn.Module)]
-    optimizers = [one for one in named if isinstance(one[1], torch.optim.Optimizer)]
-    found: list[tuple[str, Any]] = []
-    for name, module in modules:
-        found += [(f"{name}: {key}", buffer) for key, buffer in module.named_buffers()]
-    found += _leaves(state, "trial.state")
-    for name, optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            found += _leaves(options, f"{name}: group {number}")
-    for name, thing in named:
-        if not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
+    causes, weights = _leaves(state, "trial.state"), list[tuple[str, Any]]()
+    for number, thing in enumerate(objects):
+        name = f"{type(thing).__name__} ({number})"
+        if isinstance(thing, torch.nn.Module):
+            causes += [(f"{name}: {key}", buffer) for key, buffer in thing.named_buffers()]
+            weights += [(f"{name}: {key}", param) for key, param in thing.named_parameters()]
+        elif isinstance(thing, torch.optim.Optimizer):
+            for place, group in enumerate(thing.param_groups):
+                options = {key: value for key, value in group.items() if key != "params"}
+                causes += _leaves(options, f"{name}: group {place}")
+            for place, own in enumerate(thing.state.values()):
+                weights += _leaves(own, f"{name}: state of parameter {place}")
+        else:
             with suppress(Exception):  # it can't be checkpointed either, which is told of
                 leaves = _leaves(thing.state_dict(), name)
-                found += [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
-    for name, module in modules:
-        found += [(f"{name}: {key}", param) for key, param in module.named_parameters()]
-    for name, optimizer in optimizers:
-        for place, own in enumerate(optimizer.state.values()):
-            found += _leaves(own, f"{name}: state of parameter {place}")
-    return found
+                causes += [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
+    return causes + weights
 
 
 def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
