@@ -9,7 +9,7 @@ import pytest
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.trace import load_trace
-from optuna_fleet.replay.workload import bftrainer_trials, load_ensemble
+from optuna_fleet.replay.workload import believed_profiles, bftrainer_trials, load_ensemble
 
 TRIAL = {"name": "a", "rates": {"1": 100.0, "2": 190.0}, "epochs": 14}
 ENSEMBLE = {"samples_per_epoch": 30606, "rescale_s": 34, "trials": [TRIAL]}
@@ -111,8 +111,15 @@ def test_bftrainers_trials_take_turns():
     trials = bftrainer_trials(("AlexNet", "VGG-16"), 3)
     assert [t.name for t in trials] == ["AlexNet", "VGG-16", "AlexNet"]
     assert [t.submit_s for t in trials] == [0.0, 36.0, 72.0]
+    assert {(t.rescale_up_s, t.rescale_down_s, t.work) for t in trials} == {(18.0, 12.0, 130e6)}
     assert trials[0].rates[:4] == pytest.approx((7100, 13100, 17100, 21100))
     assert len(trials[1].rates) == 64
+
+
+@pytest.mark.parametrize(("widest", "known"), [(None, 64), (1, 1), (0, None)])
+def test_of_rates_as_many_are_believed_as_are_known(widest, known):
+    found = believed_profiles(bftrainer_trials(("AlexNet",), 2), ("a",), widest=widest)
+    assert [len(profile.measured) for profile in found.values()] == [known] * (widest != 0)
 
 
 # -- TRACE.npz ----------------------------------------------------------------------------------
