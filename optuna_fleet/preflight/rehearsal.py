@@ -295,11 +295,7 @@ class _Session(Session):
             args = ([i if i in objects else choice for i, choice in enumerate(args[0])],)
         value = getattr(self._trial, kind)(name, *args, **kwargs)
         self._notes.params[name] = value
-        if type(value) is int and value in objects:
-            return objects[value]
-        if is_primitive(value):
-            self.parameters[name] = value
-        return value
+        return objects[value] if type(value) is int and value in objects else value
 
     def read(self, target: str, name: str) -> Any:
         if target == "study" and name in self._order.study:
