@@ -211,6 +211,16 @@ def keeps_its_best_as_an_attribute(trial: Any) -> float:
 
 
 @GOOD.case(ANY)
+def suggests_objects(trial: Any) -> None:
+    kind = trial.suggest_categorical("optimizer", [torch.optim.SGD, torch.optim.Adam])
+    trial.suggest_float("lr", 0.01, 0.1)
+    model = scorer()
+    model, optimizer = trial.prepare(model, kind(model.parameters(), lr=trial.params["lr"]))
+    for _ in trial.epochs(EPOCHS):
+        train(trial, model, optimizer)
+
+
+@GOOD.case(ANY)
 def stops_by_what_it_reported(trial: Any) -> float:
     model, optimizer = prepared(trial, scorer())
     for epoch in trial.epochs(EPOCHS):

@@ -22,7 +22,8 @@ folds_with_dropout; tells_a_tracker_where_it_is; notes_times_in_its_state; shows
 model: rare branch; model: BatchNorm in depth; draws_by_torch; draws_by_python_and_numpy
 plain_objective; class_weights_from_the_middle_on; buffer: Queue; needs_two_devices; aborts
 reports_the_mean_of_means_of_batches; attribute: deque; counts_in_a_global; sum_in_a_movable_pass
-draws_between_folds; is_seeded_by_the_clock; asks_a_service; suggests_in_a_late_epoch
+suggests_objects; draws_between_folds; is_seeded_by_the_clock; asks_a_service
+suggests_in_a_late_epoch
 """
 REMEDIED = [name for name in CASES if f"{name}, mended" in CASES]
 
