@@ -69,7 +69,7 @@ class World:
 
     def launch(self) -> None:
         launch = Launch(run_id=0, number=7, devices=(3, 5), probe=False, measure=False, round=1)
-        calls = RunCalls(world_size=2)
+        calls = RunCalls(world_size=2, send=lambda *_: None)
         self.run = RunRecord(launch=launch, start=0.0, calls=calls, trial=self.trial)
         self.watchdog.launched(self.run)
 

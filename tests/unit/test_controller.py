@@ -44,7 +44,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import (
+from optuna_fleet.executor.deciding.state import (
     PARADIGMS,
     PolicyRules,
     Run,

@@ -31,8 +31,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.state import Presence
-from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.executor.deciding.state import PolicyRules, Presence
 from optuna_fleet.resources import Device
 from tests.unit.test_controller import epoch_ended, reached
 
