@@ -23,7 +23,7 @@ from optuna_fleet import (
     SharedPipeline,
 )
 from optuna_fleet.exceptions import is_for_want_of_peers, is_of_device, is_out_of_memory
-from optuna_fleet.executor.fleet.faults import Faults, NodeFaults
+from optuna_fleet.executor.fleet.faults import NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.device_state import ailment_of
@@ -123,14 +123,6 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
     assert "Device 1 is left out from now on: it has failed 3 times" in log.getvalue()
 
 
-def test_only_errors_in_a_row_count() -> None:
-    faults = Faults()
-    assert [faults.failed("it") for _ in range(2)] == [1, 2]
-    faults.worked("it")
-    assert [faults.failed("it") for _ in range(3)] == [1, 2, 3]
-    assert faults.failed("another") == 1
-
-
 # -- nodes ---------------------------------------------------------------------------------------
 
 
@@ -156,14 +148,6 @@ def test_one_trial_that_is_lost_again_and_again_is_not_its_nodes_doing() -> None
     assert faults_of(1, 1, 1, 2, 2).take_bad({"a", "b"}) == []
 
 
-def test_a_trial_that_gets_on_elsewhere_was_not_to_blame() -> None:
-    faults = faults_of(1, 1, 1)
-    faults.progressed(["b"], 1)
-    ((node, why),) = faults.take_bad({"a", "b"})
-    assert node == "a"
-    assert why.startswith("trials were lost there 3 times in a row (1)")
-
-
 def test_progress_on_a_node_clears_it() -> None:
     faults = faults_of(1, 2)
     faults.progressed(["a", "b"], 99)
@@ -176,16 +160,6 @@ def test_progress_on_a_node_clears_it() -> None:
 def test_no_node_is_left_out_where_no_other_is_known_to_be_better(there: set[str]) -> None:
     """Else all would be, if the objective is to blame; nor is the last one that is there."""
     assert faults_of(1, 2, 3).take_bad(there) == []
-
-
-def test_progress_before_a_nodes_first_loss_is_no_evidence_against_it() -> None:
-    faults = NodeFaults()
-    faults.progressed(["b"], 99)
-    for trial in range(3):
-        faults.lost("a", trial, "it died")
-    assert faults.take_bad({"a", "b"}) == []
-    faults.progressed(["b"], 99)
-    assert faults.take_bad({"a", "b"})
 
 
 def test_a_node_whose_trainers_always_die_is_left_out_and_the_user_is_told(

@@ -214,23 +214,7 @@ def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
     assert "Trial 7 took more than trial_s=10 seconds" in str(error)
 
 
-def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
-    world = World(trial_memory_bytes=1000)
-    world.heartbeat(1, 0, memory_bytes=1000)
-    assert world.error is None
-    world.heartbeat(1, 0, memory_bytes=1001)
-    assert isinstance(world.error, OutOfMemoryError)
-    assert isinstance(world.error, MemoryError)
-
-
 # -- with processes -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def watched() -> Iterator[Any]:
-    """A fleet that notices soon; with patience enough for a loaded machine."""
-    with fleet_of(devices=2, limits=Limits(hang_s=4.0)) as executor:
-        yield executor
 
 
 def hang_once(trial: Any, *, folder: Path) -> float:
@@ -248,13 +232,12 @@ def hang_once(trial: Any, *, folder: Path) -> float:
     return 1.0
 
 
-def test_a_hung_rank_is_noticed_and_its_trial_run_again(
-    watched: Any, tmp_path: Path, log: io.StringIO
-) -> None:
+def test_a_hung_rank_is_noticed_and_its_trial_run_again(tmp_path: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
-    study.optimize(functools.partial(hang_once, folder=tmp_path), n_trials=1, executor=watched)
+    with fleet_of(devices=2, limits=Limits(hang_s=3.0)) as executor:
+        study.optimize(functools.partial(hang_once, folder=tmp_path), 1, executor=executor)
     assert states(study) == [COMPLETE]
-    assert "it made no progress for 4 s (rank 0: in " in log.getvalue()
+    assert "it made no progress for 3 s (rank 0: in " in log.getvalue()
     assert "in hang_once" in log.getvalue()
     assert "lost" in [flight["ending"] for flight in flights_of(study)[0]]
 
@@ -283,7 +266,7 @@ def test_a_stopped_store_is_noticed_and_replaced(
 
     monkeypatch.setattr(Runtime, "heard", stop_the_first)
     study = optuna.create_study()
-    with fleet_of(devices=2, policy="equal-split", limits=Limits(hang_s=4.0)) as executor:
+    with fleet_of(devices=2, policy="equal-split", limits=Limits(hang_s=3.0)) as executor:
         objective = functools.partial(train_until_moved, folder=tmp_path)
         study.optimize(objective, n_trials=1, executor=executor)
     assert states(study) == [COMPLETE]
@@ -325,27 +308,8 @@ def test_a_trial_whose_collective_fails_for_want_of_a_peer_has_lost_a_device(
     assert "It is run again" in log.getvalue()
 
 
-def wait_for_nobody(trial: Any) -> float:
-    """A collective that only one rank takes part in."""
-    model = trial.prepare(small_model(), min_devices=2)
-    for _ in trial.epochs(10**6):
-        for images, labels in trial.batches("train", batch_size=4):
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-        if trial.rank == 0:
-            dist.barrier()
-    return 1.0
-
-
-def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
-    study = optuna.create_study()
-    with fleet_of(devices=2, limits=Limits(hang_s=5.0, max_restarts=0)) as executor:
-        study.optimize(wait_for_nobody, n_trials=1, catch=Exception, executor=executor)
-    assert states(study) == [FAIL]
-    assert "within barrier" in reason(study.trials[0])
-
-
 def forever(trial: Any) -> float:
-    if trial.number != 1:
+    if trial.number == 0:
         threading.Event().wait()
     return 1.0
 
@@ -355,12 +319,12 @@ def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on(
 ) -> None:
     monkeypatch.setattr(driver, "_ABORT_GRACE_S", 0.0)
     study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=3.0)) as executor:
-        study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
-        assert states(study) == [FAIL, COMPLETE]
-        assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
-        with pytest.raises(TimeoutError, match="trial_s=3"):
-            study.optimize(forever, n_trials=1, executor=executor)
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=2.0)) as executor:
+        study.optimize(forever, n_trials=2, catch=TimeoutError, executor=executor)
+    assert states(study) == [FAIL, COMPLETE]
+    assert reason(study.trials[0]).startswith(
+        "TrialTimeoutError: Trial 0 took more than trial_s=2"
+    )
 
 
 def grow(trial: Any) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import signal
 from dataclasses import replace
@@ -16,9 +15,7 @@ import pytest
 import torch
 
 from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
-from optuna_fleet.executor.call import driver
 from tests.fleets import Leg, small_model, small_pipeline, train_epoch
-from tests.waiting import until
 
 
 def quits_once(trial: Any, epoch: int, folder: Path) -> float:
@@ -67,45 +64,6 @@ def test_the_summary_tells_start_up_and_data_of_earlier_calls() -> None:
     assert "all 20 samples were there from earlier calls" in said[1]
     assert "sharing factor" not in said[1]
     assert "busy for" not in said[1]
-
-
-class Telling(logging.Handler):
-    """Tells an objective, in another process, that a line was printed."""
-
-    def __init__(self, start: str, file: Path) -> None:
-        super().__init__()
-        self.start = start
-        self.file = file
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith(self.start):
-            self.file.touch()
-
-
-def test_a_line_says_that_trials_are_under_way(
-    monkeypatch: pytest.MonkeyPatch, log: io.StringIO, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(driver, "SILENT_S", 0.0)
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    logging.getLogger("optuna").addHandler(telling := Telling("Under way", tmp_path / "told"))
-
-    def objective(trial: optuna.Trial) -> float:
-        until((tmp_path / "told").exists)
-        return 0.0
-
-    with FleetExecutor(devices=1, device_type="cpu") as fleet:
-        optuna.create_study().optimize(objective, n_trials=3, executor=fleet)
-    logging.getLogger("optuna").removeHandler(telling)
-    assert log.getvalue().count("Under way: 1 trial on 1 device. None has ended yet.") == 1
-
-
-def test_a_quick_sweep_has_no_such_line(
-    fleet: Any, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
-) -> None:
-    monkeypatch.setattr(driver, "SILENT_S", 1e9)
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    optuna.create_study().optimize(lambda trial: 0.0, n_trials=3, executor=fleet)
-    assert "Under way" not in log.getvalue()
 
 
 def stops_to_look(trial: Any) -> float:
