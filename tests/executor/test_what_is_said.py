@@ -14,8 +14,8 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
-from tests.fleets import Leg, small_model, small_pipeline, train_epoch
+from optuna_fleet import FleetExecutor, SharedPipeline
+from tests.fleets import Leg, Noise, small_model, small_pipeline, train_epoch
 
 
 def quits_once(trial: Any, epoch: int, folder: Path) -> float:
@@ -63,7 +63,30 @@ def test_the_summary_tells_start_up_and_data_of_earlier_calls() -> None:
     assert "sharing factor 1.0; preprocessors (" in said[0]
     assert "all 20 samples were there from earlier calls" in said[1]
     assert "sharing factor" not in said[1]
-    assert "busy for" not in said[1]
+
+
+class Flawed(Noise):
+    """Raises on sample 3; its first preprocessor dies of sample 7."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(20)
+        self.flag = folder / "died"
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 3:
+            raise ValueError("broken image")
+        return super().__getitem__(index)
+
+
+def test_the_summary_tells_of_samples_that_were_skipped(tmp_path: Path) -> None:
+    data, study = SharedPipeline(val=Flawed(tmp_path), on_error="skip"), optuna.create_study()
+    with FleetExecutor(data, devices=1, device_type="cpu") as fleet:
+        study.optimize(reads, n_trials=1, executor=fleet)
+    assert study.trials[0].value == 20
+    assert "samples skipped: 1, preprocessors that died: 1" in str(fleet.summary)
 
 
 def stops_to_look(trial: Any) -> float:
@@ -78,27 +101,3 @@ def test_a_breakpoint_in_a_trainer_names_the_cluster_that_has_a_debugger(
     with pytest.raises(Exception, match='cluster="inline"') as raised:
         optuna.create_study().optimize(stops_to_look, n_trials=1, executor=fleet)
     assert type(raised.value).__name__ == "BdbQuit"
-
-
-def test_an_open_text_file_is_named_and_does_not_travel(tmp_path: Path, fleet: Any) -> None:
-    (tmp_path / "names").write_text("a\nb\n")
-    with open(tmp_path / "names") as names:
-        with pytest.raises(FleetConfigError, match=r"`names`, .* can't be pickled .*open file"):
-            optuna.create_study().optimize(
-                lambda trial: float(len(names.read())), n_trials=1, executor=fleet
-            )
-
-        class Lines(torch.utils.data.Dataset):  # type: ignore[type-arg]
-            handle = names
-
-            def __len__(self) -> int:
-                return 2
-
-            def __getitem__(self, index: int) -> int:
-                return len(self.handle.readline())
-
-        with (
-            FleetExecutor(SharedPipeline(val=Lines()), devices=1, device_type="cpu") as other,
-            pytest.raises(FleetConfigError, match="open file"),
-        ):
-            optuna.create_study().optimize(lambda trial: 0.0, n_trials=1, executor=other)
