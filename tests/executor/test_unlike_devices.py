@@ -137,17 +137,7 @@ def test_what_does_not_fit_on_all_of_them_fails_and_says_so(fleet: Any) -> None:
         study.optimize(needs_five, n_trials=1, executor=fleet)
 
 
-def prepares_for_three(trial: Any) -> None:
-    trial.prepare(nn.Linear(1, 1), min_devices=3)
-
-
-def test_data_parallel_trials_stay_on_one_type(fleet: Any) -> None:
-    study = optuna.create_study()
-    with pytest.raises(FleetConfigError, match="of one type the fleet has 2"):
-        study.optimize(prepares_for_three, n_trials=1, executor=fleet)
-
-
-@pytest.mark.parametrize("kinds", ["ab", ("a",), ("a", ""), ("a", 1), ("a", "b", "c")])
+@pytest.mark.parametrize("kinds", ["ab", ("a",), ("a", 1)])
 def test_kinds_that_are_no_names_of_nodes_are_refused(kinds: Any) -> None:
     with pytest.raises(FleetConfigError, match="as many names as there are nodes: 2"):
         LocalCluster(nodes=2, kinds=kinds)
