@@ -329,7 +329,7 @@ def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on(
 
 def grow(trial: Any) -> float:
     if trial.number == 0:
-        block = bytearray(1200 << 20)  # more than the tests before have left here
+        block = bytearray(700 << 20)
         block[::4096] = bytes(len(block[::4096])).replace(b"\0", b"\1")
         threading.Event().wait()
     return 1.0
@@ -338,7 +338,7 @@ def grow(trial: Any) -> float:
 def test_a_trial_that_takes_too_much_memory_fails() -> None:
     study = optuna.create_study()
     with FleetExecutor(
-        devices=1, device_type="cpu", limits=Limits(trial_memory_bytes=1000 << 20)
+        devices=1, device_type="cpu", limits=Limits(trial_memory_bytes=500 << 20)
     ) as executor:
         study.optimize(grow, n_trials=2, catch=MemoryError, executor=executor)
     assert states(study) == [FAIL, COMPLETE]

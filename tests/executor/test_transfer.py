@@ -27,9 +27,9 @@ from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
 from optuna_fleet.trainer.saving import RunFiles
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import Refused
 from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, TransferServer
+from tests.executor.orders import run_trial
 from tests.fleets import Leg, fleet_of, small_model, train
 from tests.test_channel import tls_pair
 
@@ -64,25 +64,8 @@ def served_by(server: TransferServer) -> Channel:
     return Opened(ours)
 
 
-def files_of(folder: StudyFolder, dial: Callable[[], Channel], token: str = "other") -> RunFiles:
-    run = RunTrial(
-        run_id=0,
-        number=7,
-        trial_id=0,
-        rank=0,
-        world_size=1,
-        seed=0,
-        objective_id=0,
-        measure=False,
-        group="",
-        store=None,
-        gc_after_trial=False,
-        maximize=None,
-        study_name=folder.study_name,
-        run_name="0123abcd-0",
-        folder=str(folder.path),
-        folder_token=token,
-    )
+def files_of(folder: StudyFolder, dial: Callable[[], Channel]) -> RunFiles:
+    run = run_trial(folder.path, number=7, study_name=folder.study_name, folder_token="other")
     return RunFiles(run, dial)
 
 
