@@ -18,7 +18,7 @@ from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import small_model, small_pipeline, train_epoch
 
-NUM_DEVICES = 10
+NUM_DEVICES = 20
 GLOBAL = [name for name in POLICIES if policy_of(name).rules().paradigm == "global"]
 
 
