@@ -142,14 +142,6 @@ def test_ranks_that_wait_for_each_other_hang_before_their_first_batch_too(
     assert hung.is_rendezvous == is_rendezvous
 
 
-def test_a_rank_that_waits_for_one_that_computes_does_not_hang() -> None:
-    world = World(hang_s=8.0)
-    for _ in range(20):
-        world.heartbeat(0, 0, phase=Phase.JOINING)
-        world.heartbeat(1, 0)
-        assert world.after(1.9) == []
-
-
 GROUPS = "/lib/optuna_fleet/trainer/groups.py"
 C10D = "/lib/torch/distributed/distributed_c10d.py"
 
@@ -179,6 +171,7 @@ def test_what_a_rank_is_at_is_told_by_what_it_has_called(
     [
         pytest.param({"batches": 0}, id="no batch was asked for yet: imports, downloads"),
         pytest.param({"batches": 5, "is_waiting": True}, id="the driver owes an answer"),
+        pytest.param({"batches": 0, "phase": Phase.JOINING}, id="it waits for the one at work"),
     ],
 )
 def test_what_is_no_hang(heartbeat: dict[str, Any]) -> None:

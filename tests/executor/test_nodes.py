@@ -200,15 +200,11 @@ def test_what_can_not_join_says_why(nursery: Nursery, monkeypatch: pytest.Monkey
         assert words in agent.stderr
 
 
-def test_the_devices_of_nodes_that_join_are_theirs_to_say(tmp_path: Path) -> None:
+def test_what_a_cluster_of_nodes_that_join_can_not_be_given(tmp_path: Path) -> None:
     with pytest.raises(FleetConfigError, match="give `--devices` and `--device-type` to"):
         FleetExecutor(devices=2, cluster=JoinCluster(file=tmp_path / "join"))
-
-
-@pytest.mark.parametrize("wrong", [{"port": 65536}, {"host": 5}])
-def test_an_address_that_can_not_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(FleetConfigError, match=f"`{next(iter(wrong))}` is"):
-        JoinCluster(**wrong)
+    with pytest.raises(FleetConfigError, match="`port` is"):
+        JoinCluster(port=65536)
 
 
 def test_a_driver_removes_its_own_invitation_only(

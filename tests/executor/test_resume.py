@@ -312,29 +312,25 @@ def interrupted(fleet: Any, tmp_path: Path, log: io.StringIO) -> Any:
     return study, presses
 
 
-def test_the_same_call_goes_on_after_an_interrupt(fleet: Any, interrupted: Any) -> None:
-    study, presses = interrupted
-    study.optimize(presses, 3, executor=fleet)
-    assert states(study) == [COMPLETE] * 3
-    study.optimize(presses, 3, executor=fleet)
-    assert states(study) == [COMPLETE] * 6
-
-
-def test_a_value_that_is_another_one_in_each_process_loses_nothing(
-    fleet: Any, interrupted: Any, log: io.StringIO
+@pytest.mark.parametrize(
+    ("given", "found", "words"),
+    [
+        ("the same", [COMPLETE] * 3, ""),
+        ("another value", [COMPLETE] * 3, "is another one than when trials 1 began"),
+        ("another code", [COMPLETE, FAIL, COMPLETE, COMPLETE, COMPLETE], ""),
+    ],
+)
+def test_the_same_call_goes_on_after_an_interrupt_and_another_has_trials_of_its_own(
+    fleet: Any, interrupted: Any, log: io.StringIO, given: str, found: Any, words: str
 ) -> None:
+    """A value that is another one in each process, an id say, loses nothing."""
     study, presses = interrupted
-    study.optimize(functools.partial(presses, driver=-1), 3, executor=fleet)
-    assert states(study) == [COMPLETE] * 3
-    assert "is another one than when trials 1 began" in log.getvalue()
-
-
-def test_an_objective_changed_after_an_interrupt_gets_trials_of_its_own(
-    fleet: Any, interrupted: Any
-) -> None:
-    study, _ = interrupted
-    study.optimize(changed, 3, executor=fleet)
-    assert states(study) == [COMPLETE, FAIL, COMPLETE, COMPLETE, COMPLETE]
+    again = {"the same": presses, "another code": changed}
+    study.optimize(again.get(given, functools.partial(presses, driver=-1)), 3, executor=fleet)
+    assert states(study) == found
+    assert words in log.getvalue()
+    study.optimize(presses, 3, executor=fleet)
+    assert states(study) == [*found, *[COMPLETE] * 3]
 
 
 def test_an_interrupt_while_no_trial_is_under_way(fleet: Any, root: Path) -> None:
