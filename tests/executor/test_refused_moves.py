@@ -40,7 +40,11 @@ class Restless:
         return placed_plan(problem, placed, [[number] for number in placed])
 
 
-MOVES = Own(allocator=Restless(), paradigm="elastic", time_limit_s=600.0)
+OPTIONS: dict[str, Any] = {
+    "devices": 3,
+    "device_type": "cpu",
+    "policy": Own(allocator=Restless(), paradigm="elastic", time_limit_s=600.0),
+}
 
 
 class Stubborn:
@@ -78,7 +82,7 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(tmp_path: Path, log: io.
         raise AssertionError("there is no end to it but these")
 
     study = optuna.create_study()
-    with FleetExecutor(small_pipeline(), devices=3, policy=MOVES, preflight=False) as fleet:
+    with FleetExecutor(small_pipeline(), preflight=False, **OPTIONS) as fleet:
         study.optimize(objective, n_trials=2, executor=fleet)
     assert len(flights_of(study)[0]) == 1
     assert log.getvalue().count("can't change its devices") == 1
@@ -99,7 +103,7 @@ def counts_samples(trial: Any, *, flag: Path) -> float:
 def test_what_is_trained_without_prepare_is_never_moved(tmp_path: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
     due = Checkpoints(tmp_path / "checkpoints", interval_s=0)
-    with FleetExecutor(small_pipeline(), devices=3, policy=MOVES, checkpoints=due) as fleet:
+    with FleetExecutor(small_pipeline(), checkpoints=due, **OPTIONS) as fleet:
         objective = functools.partial(counts_samples, flag=tmp_path / "killed")
         study.optimize(objective, n_trials=2, executor=fleet)
     assert [trial.value for trial in study.trials] == [246.0, 246.0]
