@@ -23,7 +23,7 @@ from optuna_fleet import (
     SharedPipeline,
 )
 from optuna_fleet.exceptions import is_for_want_of_peers, is_of_device, is_out_of_memory
-from optuna_fleet.executor.fleet.faults import NodeFaults
+from optuna_fleet.executor.fleet.faults import Faults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.device_state import ailment_of
@@ -127,30 +127,42 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
 
 
 @pytest.mark.parametrize(
-    ("happens", "is_bad"),
+    ("happens", "trials"),
     [
-        ("1 4 7 b", True),
-        ("1 1 1 4 b", False),  # one that is lost again and again may be to blame itself
-        ("1 4 a 7 b", False),
-        ("b 1 4 7", False),  # what was before its first loss is no evidence against it
-        ("1 4 7", False),  # else all would be, if the objective is to blame
-        ("1 4 7 c", False),  # which is gone: nor is the last one that is there
+        ("1 4 7 b", "1, 4, 7"),
+        ("4 1 7 4 b", "1, 7, 4"),
+        ("1 1 1 4 b", None),  # one that is lost again and again may be to blame itself
+        ("1 4 a 7 b", None),
+        ("b 1 4 7", None),  # what was before its first loss is no evidence against it
+        ("1 b a 4 7 9", None),
+        ("1 4 7", None),  # else all would be, if the objective is to blame
+        ("1 4 7 c", None),  # which is gone: nor is the last one that is there
     ],
 )
 def test_a_node_that_loses_three_trials_while_another_gets_on_is_left_out_once(
-    happens: str, is_bad: bool
+    happens: str, trials: str | None
 ) -> None:
     """Trials by number: lost on node "a"; letters: this node gets on."""
     faults = NodeFaults()
     for what in happens.split():
         if what.isdecimal():
-            faults.lost("a", int(what), "it died")
+            faults.lost("a", int(what), f"of {what}")
         else:
             faults.progressed([what])
     bad = faults.take_bad({"a", "b"})
-    assert [node for node, _ in bad] == ["a"] * is_bad
-    assert not is_bad or "trials 1, 4, 7 were lost there in a row" in bad[0][1]
+    assert [node for node, _ in bad] == ["a"] * (trials is not None)
+    for _, why in bad:
+        assert why.startswith(f"trials {trials} were lost there in a row")
+        assert why.endswith(f"because of {trials[-1] if trials else ''}")
     assert faults.take_bad({"a", "b"}) == []
+
+
+def test_only_errors_in_a_row_count() -> None:
+    faults = Faults()
+    assert [faults.failed("it") for _ in range(2)] == [1, 2]
+    faults.worked("it")
+    assert [faults.failed("it") for _ in range(2)] == [1, 2]
+    assert faults.failed("another") == 1
 
 
 def test_a_node_whose_trainers_always_die_is_left_out_and_the_user_is_told(
