@@ -62,7 +62,11 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize(("kind", "how"), [("plain", signal.SIGKILL), ("training", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("plain", signal.SIGKILL), ("training", signal.SIGINT)],
+    ids=["killed", "interrupted"],
+)
 def test_the_same_command_goes_on_after_its_driver_was_killed_twice(
     nursery: Nursery, tmp_path: Path, kind: str, how: signal.Signals
 ) -> None:
