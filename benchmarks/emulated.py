@@ -106,7 +106,7 @@ def swept(trials: list[SimulatedTrial], policy: str) -> FleetSummary:
 
 def simulated_s(trials: list[SimulatedTrial], policy: str, real: FleetSummary) -> float:
     """The makespan that the simulation expects."""
-    decision_s = [plan.solve_time_s for plan in real.plans]
+    decision_s = [plan.solve_time_s for plan in real.decisions]
     rules = Rules(
         profile_samples=PROFILED_STEPS * BATCH,
         decision_s=statistics.fmean(decision_s) if decision_s else 0.0,

@@ -28,7 +28,7 @@ from optuna_fleet.arguments import (
     did_you_mean,
     is_a,
 )
-from optuna_fleet.executor.deciding.trials import PARADIGMS, Paradigm, PolicyRules
+from optuna_fleet.executor.deciding.state import PARADIGMS, Paradigm, PolicyRules
 
 _WHEN_ALL_ENDED = 1e-9
 

@@ -12,7 +12,7 @@ from optuna_fleet.accelerator import ACCELERATORS, device_types
 from optuna_fleet.alloc import Allocator
 from optuna_fleet.arguments import check_choice, check_number, check_that, folder, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.executor.deciding.state import PolicyRules
 from optuna_fleet.options import Checkpoints, Convergence, Limits, Preflight
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import policy_of

@@ -52,7 +52,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.deciding.clearance import paid_after_s
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.executor.deciding.state import PolicyRules
 from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.replay.progress import (
     Outcome,

@@ -180,11 +180,6 @@ class Demon:
     def _stop(self, moment: dict[str, Any]) -> None:
         os.kill(moment["pid"], signal.SIGSTOP)
 
-    def _kill_another(self, moment: dict[str, Any]) -> None:
-        agent = _parent(moment["pid"])
-        others = [p for p in self._living("trainer") if p != moment["pid"] and _parent(p) == agent]
-        os.kill(self._chance.choice(others or [moment["pid"]]), signal.SIGKILL)
-
     def _kill_agent(self, moment: dict[str, Any]) -> None:
         agent = _parent(moment["pid"])
         assert agent is not None
@@ -194,10 +189,6 @@ class Demon:
         agent = _parent(moment["pid"])
         assert agent is not None
         os.kill(agent, signal.SIGSTOP)
-
-    def _kill_driver(self, moment: dict[str, Any]) -> None:
-        assert self.driver is not None
-        self.driver.kill()
 
     def _kill_role(self, fault: Fault) -> None:
         """Kill one of these processes, whatever it is at; if there are none, once there are."""
@@ -231,8 +222,6 @@ class Demon:
         others = [pid for pid in self.processes() if pid != self.driver.pid]
         if role == "any":
             return others
-        if role == "agent":
-            return [*{parent for pid in others if (parent := _parent(pid)) in others}]
         wanted = "sample" if role == "preprocessor" else "batch report"
         at_work = dict(self._at_work)
         return [pid for pid in at_work if pid in others and at_work[pid]["site"] in wanted]
@@ -317,8 +306,6 @@ def _parent(pid: int) -> int | None:
 def _damage(file: Path, how: str, chance: random.Random) -> None:
     data = bytearray(file.read_bytes())
     match how:
-        case "truncated":
-            del data[len(data) // 2 :]
         case "torn" | "both":
             data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
         case "flipped":

@@ -52,11 +52,9 @@ KINDS: dict[str, Kind] = {
     "kill a trainer after a report": Kind(verb="kill", site="report"),
     "kill a trainer as it writes a checkpoint": Kind(verb="kill", site="write"),
     "kill one rank of two": Kind(verb="kill", wide=True),
-    "kill some other trainer": Kind(verb="kill_another"),
     "kill a preprocessor": Kind(verb="kill", site="sample"),
     "kill the solver at work": Kind(verb="kill", site="decision"),
     "kill the agent": Kind(verb="kill_agent", alone=True),
-    "kill the driver": Kind(verb="kill_driver", alone=True),
     "kill the driver at a trial's end": Kind(verb="kill", site="told", alone=True),
     # -- the same, wherever they are just then ----------------------------------------------------
     "kill a trainer at any time": Kind(verb="kill_role", argument="trainer", late=_LATE_S),
@@ -64,9 +62,6 @@ KINDS: dict[str, Kind] = {
         verb="kill_role", argument="preprocessor", late=_LATE_S
     ),
     "kill any process at any time": Kind(verb="kill_role", argument="any", late=_LATE_S),
-    "kill the agent at any time": Kind(
-        verb="kill_role", argument="agent", late=_LATE_S, alone=True
-    ),
     "kill the driver at any time": Kind(
         verb="kill_role", argument="driver", late=_LATE_S, alone=True
     ),
@@ -90,7 +85,6 @@ KINDS: dict[str, Kind] = {
     ),
     "address space used up": Kind(verb="order", argument="no memory", fails="RuntimeError"),
     # -- checkpoints ------------------------------------------------------------------------------
-    "checkpoint truncated": Kind(verb="damage", argument="truncated", site="report"),
     "checkpoint torn": Kind(verb="damage", argument="torn", site="report"),
     "checkpoint with a flipped bit": Kind(verb="damage", argument="flipped", site="report"),
     "both checkpoints damaged": Kind(verb="damage", argument="both", site="report"),

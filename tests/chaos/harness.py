@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,34 +112,32 @@ def storage_for(kinds: Iterable[str], default: str = "journal") -> str:
     return wanted.pop() if wanted else default
 
 
+@dataclass(slots=True)
 class _Sweep:
-    def __init__(
-        self,
-        folder: Path,
-        num_trials: int,
-        faults: list[Fault],
-        seed: int,
-        url: str,
-        database: Postgres | None,
-        nursery: Nursery | None,
-    ) -> None:
-        self._folder = folder
-        self._num_trials = num_trials
-        self._faults = faults
-        self._seed = seed
-        self._url = url
-        self._database = database
-        self._needs_mounts = any(KINDS[fault.kind].needs == "namespace" for fault in faults)
-        self._nursery = None if self._needs_mounts else nursery
-        self._problems: list[str] = []
+    folder: Path
+    num_trials: int
+    faults: list[Fault]
+    seed: int
+    url: str
+    database: Postgres | None
+    nursery: Nursery | None
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.needs_mounts:
+            self.nursery = None
+
+    @property
+    def needs_mounts(self) -> bool:
+        return any(KINDS[fault.kind].needs == "namespace" for fault in self.faults)
 
     def run(self) -> Result:
         for name in ("checkpoints", "tmp"):
-            (self._folder / name).mkdir()
+            (self.folder / name).mkdir()
         began_s = time.monotonic()
-        demon = Demon(self._folder / "demon", self._folder, self._faults, self._seed)
-        demon.database, demon.processes = self._database, self._processes
-        forks = forking(self._nursery) if self._nursery else contextlib.nullcontext()
+        demon = Demon(self.folder / "demon", self.folder, self.faults, self.seed)
+        demon.database, demon.processes = self.database, self._processes
+        forks = forking(self.nursery) if self.nursery else contextlib.nullcontext()
         try:
             with forks:
                 self._run_commands(demon, began_s + LIMIT_S)
@@ -148,20 +146,17 @@ class _Sweep:
             demon.close()
         wall_s = time.monotonic() - began_s
         if left := self._left_behind():
-            self._problems.append(f"left behind: {left}")
+            self.problems.append(f"left behind: {left}")
         if demon.reused:
-            self._problems.append(f"out of memory, and used again: {sorted(demon.reused)}")
-        return self._result(demon, wall_s)
-
-    def _result(self, demon: Demon, wall_s: float) -> Result:
+            self.problems.append(f"out of memory, and used again: {sorted(demon.reused)}")
         return Result(
-            trials=_records(self._url),
+            trials=_records(self.url),
             widths=demon.widths,
             strikes=demon.strikes,
             unreached=demon.pending,
-            problems=self._problems,
+            problems=self.problems,
             wall_s=wall_s,
-            log=(self._folder / "log").read_text(),
+            log=(self.folder / "log").read_text(),
         )
 
     def _run_commands(self, demon: Demon, deadline_s: float) -> None:
@@ -173,48 +168,48 @@ class _Sweep:
             except subprocess.TimeoutExpired:
                 demon.driver.send_signal(signal.SIGUSR1)  # prints where it stands
                 time.sleep(1.0)
-                self._problems.append(f"not done after {LIMIT_S:.0f} s")
+                self.problems.append(f"not done after {LIMIT_S:.0f} s")
                 return
             if not _until(lambda: not self._processes()):
-                self._problems.append(f"left running: {self._processes()}")
+                self.problems.append(f"left running: {self._processes()}")
             if code == 0:
                 return
             if code != -signal.SIGKILL:
-                self._problems.append(f"ended with exit code {code}")
+                self.problems.append(f"ended with exit code {code}")
                 return
             self._end_all()
-        self._problems.append(f"not done after {_MOST_COMMANDS} commands")
+        self.problems.append(f"not done after {_MOST_COMMANDS} commands")
 
     def _start(self) -> subprocess.Popen[str] | Forked:
-        checkpoints = str(self._folder / "checkpoints")
-        (self._folder / "sweep.py").write_text(_COMMAND)
+        checkpoints = str(self.folder / "checkpoints")
+        (self.folder / "sweep.py").write_text(_COMMAND)
         # On a busy machine all that is slow would count as stuck, if that were soon noticed.
-        hangs = any(fault.kind.startswith("stop ") for fault in self._faults)
-        command = [str(self._folder / "sweep.py"), self._url, checkpoints]
-        command += [str(self._num_trials), "24" if hangs else "120"]
+        hangs = any(fault.kind.startswith("stop ") for fault in self.faults)
+        command = [str(self.folder / "sweep.py"), self.url, checkpoints]
+        command += [str(self.num_trials), "24" if hangs else "120"]
         environment = {
             **os.environ,
-            SOCKET: str(self._folder / "demon"),
-            "TMPDIR": str(self._folder / "tmp"),
+            SOCKET: str(self.folder / "demon"),
+            "TMPDIR": str(self.folder / "tmp"),
             "PYTHONPATH": str(ROOT),
         }
-        with (self._folder / "log").open("a") as log:
-            if self._nursery is not None:
-                return self._nursery.start(command, environment, log, log, self._folder)
+        with (self.folder / "log").open("a") as log:
+            if self.nursery is not None:
+                return self.nursery.start(command, environment, log, log, self.folder)
             command = [sys.executable, *command]
             if has_namespaces():
                 # Gone with the driver, so only where the driver lives.
-                script = f'{_DISK if self._needs_mounts else "true"} && {_MEMORY} && exec "$@"'
+                script = f'{_DISK if self.needs_mounts else "true"} && {_MEMORY} && exec "$@"'
                 command = [*_unshare(), "sh", "-c", script, checkpoints, *command]
             return subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, text=True, cwd=self._folder
+                command, env=environment, stdout=log, stderr=log, text=True, cwd=self.folder
             )
 
     def _left_behind(self) -> list[str]:
         """Temporary files, and checkpoints of trials that are done, other than the best one's."""
-        checkpoints = list(self._folder.glob("checkpoints/*/*trial-*"))
+        checkpoints = list(self.folder.glob("checkpoints/*/*trial-*"))
         kept = [p for p in checkpoints if p.name.endswith(".final.pt")]
-        left = [*self._folder.glob("tmp/optuna-fleet-*"), *checkpoints]
+        left = [*self.folder.glob("tmp/optuna-fleet-*"), *checkpoints]
         return [path.name for path in left if path not in kept[:1]]
 
     def _processes(self) -> list[int]:
@@ -227,7 +222,7 @@ class _Sweep:
         return found
 
     def _owns(self, folder: Path) -> bool:
-        return os.readlink(folder / "cwd") == str(self._folder)
+        return os.readlink(folder / "cwd") == str(self.folder)
 
     def _end_all(self) -> None:
         for pid in self._processes():

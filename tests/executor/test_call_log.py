@@ -11,21 +11,9 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.events import Model
 from optuna_fleet.sampler_bridge.records import calls_of
 from optuna_fleet.visualization.top import Snapshot, open_study
 from tests.fleets import evaluate, num_wrong, small_model, train_epoch
-
-
-def model(samples: int, epochs: int | None) -> Model:
-    return Model(
-        structure="a",
-        resumable=True,
-        max_devices=4,
-        samples_per_epoch=samples,
-        max_epochs=epochs,
-    )
-
 
 # -- a fleet --------------------------------------------------------------------------------------
 

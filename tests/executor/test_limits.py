@@ -69,7 +69,7 @@ class World:
 
     def launch(self) -> None:
         launch = Launch(run_id=0, number=7, devices=(3, 5), probe=False, measure=False, round=1)
-        calls = RunCalls(world_size=2)
+        calls = RunCalls(world_size=2, send=lambda *_: None)
         self.run = RunRecord(launch=launch, start=0.0, calls=calls, trial=self.trial)
         self.watchdog.launched(self.run)
 
@@ -142,14 +142,6 @@ def test_ranks_that_wait_for_each_other_hang_before_their_first_batch_too(
     assert hung.is_rendezvous == is_rendezvous
 
 
-def test_a_rank_that_waits_for_one_that_computes_does_not_hang() -> None:
-    world = World(hang_s=8.0)
-    for _ in range(20):
-        world.heartbeat(0, 0, phase=Phase.JOINING)
-        world.heartbeat(1, 0)
-        assert world.after(1.9) == []
-
-
 GROUPS = "/lib/optuna_fleet/trainer/groups.py"
 C10D = "/lib/torch/distributed/distributed_c10d.py"
 
@@ -179,6 +171,7 @@ def test_what_a_rank_is_at_is_told_by_what_it_has_called(
     [
         pytest.param({"batches": 0}, id="no batch was asked for yet: imports, downloads"),
         pytest.param({"batches": 5, "is_waiting": True}, id="the driver owes an answer"),
+        pytest.param({"batches": 0, "phase": Phase.JOINING}, id="it waits for the one at work"),
     ],
 )
 def test_what_is_no_hang(heartbeat: dict[str, Any]) -> None:
@@ -214,23 +207,7 @@ def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
     assert "Trial 7 took more than trial_s=10 seconds" in str(error)
 
 
-def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
-    world = World(trial_memory_bytes=1000)
-    world.heartbeat(1, 0, memory_bytes=1000)
-    assert world.error is None
-    world.heartbeat(1, 0, memory_bytes=1001)
-    assert isinstance(world.error, OutOfMemoryError)
-    assert isinstance(world.error, MemoryError)
-
-
 # -- with processes -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def watched() -> Iterator[Any]:
-    """A fleet that notices soon; with patience enough for a loaded machine."""
-    with fleet_of(devices=2, limits=Limits(hang_s=4.0)) as executor:
-        yield executor
 
 
 def hang_once(trial: Any, *, folder: Path) -> float:
@@ -248,13 +225,12 @@ def hang_once(trial: Any, *, folder: Path) -> float:
     return 1.0
 
 
-def test_a_hung_rank_is_noticed_and_its_trial_run_again(
-    watched: Any, tmp_path: Path, log: io.StringIO
-) -> None:
+def test_a_hung_rank_is_noticed_and_its_trial_run_again(tmp_path: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
-    study.optimize(functools.partial(hang_once, folder=tmp_path), n_trials=1, executor=watched)
+    with fleet_of(devices=2, limits=Limits(hang_s=3.0)) as executor:
+        study.optimize(functools.partial(hang_once, folder=tmp_path), 1, executor=executor)
     assert states(study) == [COMPLETE]
-    assert "it made no progress for 4 s (rank 0: in " in log.getvalue()
+    assert "it made no progress for 3 s (rank 0: in " in log.getvalue()
     assert "in hang_once" in log.getvalue()
     assert "lost" in [flight["ending"] for flight in flights_of(study)[0]]
 
@@ -283,7 +259,7 @@ def test_a_stopped_store_is_noticed_and_replaced(
 
     monkeypatch.setattr(Runtime, "heard", stop_the_first)
     study = optuna.create_study()
-    with fleet_of(devices=2, policy="equal-split", limits=Limits(hang_s=4.0)) as executor:
+    with fleet_of(devices=2, policy="equal-split", limits=Limits(hang_s=3.0)) as executor:
         objective = functools.partial(train_until_moved, folder=tmp_path)
         study.optimize(objective, n_trials=1, executor=executor)
     assert states(study) == [COMPLETE]
@@ -325,27 +301,8 @@ def test_a_trial_whose_collective_fails_for_want_of_a_peer_has_lost_a_device(
     assert "It is run again" in log.getvalue()
 
 
-def wait_for_nobody(trial: Any) -> float:
-    """A collective that only one rank takes part in."""
-    model = trial.prepare(small_model(), min_devices=2)
-    for _ in trial.epochs(10**6):
-        for images, labels in trial.batches("train", batch_size=4):
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-        if trial.rank == 0:
-            dist.barrier()
-    return 1.0
-
-
-def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
-    study = optuna.create_study()
-    with fleet_of(devices=2, limits=Limits(hang_s=5.0, max_restarts=0)) as executor:
-        study.optimize(wait_for_nobody, n_trials=1, catch=Exception, executor=executor)
-    assert states(study) == [FAIL]
-    assert "within barrier" in reason(study.trials[0])
-
-
 def forever(trial: Any) -> float:
-    if trial.number != 1:
+    if trial.number == 0:
         threading.Event().wait()
     return 1.0
 
@@ -355,17 +312,17 @@ def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on(
 ) -> None:
     monkeypatch.setattr(driver, "_ABORT_GRACE_S", 0.0)
     study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=3.0)) as executor:
-        study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
-        assert states(study) == [FAIL, COMPLETE]
-        assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
-        with pytest.raises(TimeoutError, match="trial_s=3"):
-            study.optimize(forever, n_trials=1, executor=executor)
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=2.0)) as executor:
+        study.optimize(forever, n_trials=2, catch=TimeoutError, executor=executor)
+    assert states(study) == [FAIL, COMPLETE]
+    assert reason(study.trials[0]).startswith(
+        "TrialTimeoutError: Trial 0 took more than trial_s=2"
+    )
 
 
 def grow(trial: Any) -> float:
     if trial.number == 0:
-        block = bytearray(1200 << 20)  # more than the tests before have left here
+        block = bytearray(700 << 20)
         block[::4096] = bytes(len(block[::4096])).replace(b"\0", b"\1")
         threading.Event().wait()
     return 1.0
@@ -374,7 +331,7 @@ def grow(trial: Any) -> float:
 def test_a_trial_that_takes_too_much_memory_fails() -> None:
     study = optuna.create_study()
     with FleetExecutor(
-        devices=1, device_type="cpu", limits=Limits(trial_memory_bytes=1000 << 20)
+        devices=1, device_type="cpu", limits=Limits(trial_memory_bytes=500 << 20)
     ) as executor:
         study.optimize(grow, n_trials=2, catch=MemoryError, executor=executor)
     assert states(study) == [FAIL, COMPLETE]

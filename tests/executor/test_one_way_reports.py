@@ -42,8 +42,6 @@ def reports_13(trial: Any, *, then: str) -> float:
         assert not trial.should_prune()
     elif then == "asks":
         trial.should_prune()
-    elif then == "tells":
-        trial.set_user_attr("told", True)
     elif then == "is pruned":
         raise optuna.TrialPruned
     elif then == "raises":
@@ -51,7 +49,7 @@ def reports_13(trial: Any, *, then: str) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("then", ["asks", "tells", "returns", "is pruned", "raises"])
+@pytest.mark.parametrize("then", ["asks", "returns", "is pruned", "raises"])
 def test_an_error_of_the_storage_fails_the_trial_whatever_it_does_next(
     fleet: Any, then: str
 ) -> None:
@@ -60,7 +58,7 @@ def test_an_error_of_the_storage_fails_the_trial_whatever_it_does_next(
     with pytest.raises(kind, match=said):
         study.optimize(functools.partial(reports_13, then=then), n_trials=1, executor=fleet)
     (trial,) = study.trials
-    assert (trial.state, trial.value, trial.user_attrs) == (TrialState.FAIL, None, {})
+    assert (trial.state, trial.value) == (TrialState.FAIL, None)
 
 
 def test_an_error_of_the_storage_is_raised_once(fleet: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
 from optuna_fleet.events import MoveRefused
-from optuna_fleet.policies import POLICIES, Own
+from optuna_fleet.policies import Own
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, run, small_model, small_pipeline, train_epoch
 from tests.placed_plans import placed_plan
@@ -38,6 +38,13 @@ class Restless:
                 placed[number] = (min(others or free),)
                 free.difference_update(placed[number])
         return placed_plan(problem, placed, [[number] for number in placed])
+
+
+OPTIONS: dict[str, Any] = {
+    "devices": 3,
+    "device_type": "cpu",
+    "policy": Own(allocator=Restless(), paradigm="elastic", time_limit_s=600.0),
+}
 
 
 class Stubborn:
@@ -75,10 +82,7 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(tmp_path: Path, log: io.
         raise AssertionError("there is no end to it but these")
 
     study = optuna.create_study()
-    paradigm = POLICIES["elastic"]().paradigm
-    own = Own(allocator=Restless(), paradigm=paradigm, time_limit_s=600.0)
-    options: dict[str, Any] = {"device_type": "cpu", "policy": own, "preflight": False}
-    with FleetExecutor(small_pipeline(), devices=3, **options) as fleet:
+    with FleetExecutor(small_pipeline(), preflight=False, **OPTIONS) as fleet:
         study.optimize(objective, n_trials=2, executor=fleet)
     assert len(flights_of(study)[0]) == 1
     assert log.getvalue().count("can't change its devices") == 1
@@ -98,15 +102,8 @@ def counts_samples(trial: Any, *, flag: Path) -> float:
 
 def test_what_is_trained_without_prepare_is_never_moved(tmp_path: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
-    elastic = POLICIES["elastic"]().paradigm
-    own = Own(allocator=Restless(), paradigm=elastic, time_limit_s=600.0)
-    with FleetExecutor(
-        small_pipeline(),
-        devices=3,
-        device_type="cpu",
-        policy=own,
-        checkpoints=Checkpoints(tmp_path / "checkpoints", interval_s=0),
-    ) as fleet:
+    due = Checkpoints(tmp_path / "checkpoints", interval_s=0)
+    with FleetExecutor(small_pipeline(), checkpoints=due, **OPTIONS) as fleet:
         objective = functools.partial(counts_samples, flag=tmp_path / "killed")
         study.optimize(objective, n_trials=2, executor=fleet)
     assert [trial.value for trial in study.trials] == [246.0, 246.0]

@@ -63,42 +63,29 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
-    ("kind", "num_deaths", "how"),
-    [
-        ("plain", (1, 2), signal.SIGKILL),
-        ("training", (2,), signal.SIGKILL),
-        ("training", (2,), signal.SIGINT),
-    ],
-    ids=["plain-killed", "training-killed", "training-interrupted"],
+    ("kind", "how"),
+    [("plain", signal.SIGKILL), ("training", signal.SIGINT)],
+    ids=["killed", "interrupted"],
 )
-def test_the_same_command_goes_on_after_its_driver_was_killed(
-    nursery: Nursery,
-    tmp_path: Path,
-    kind: str,
-    num_deaths: tuple[int, ...],
-    how: signal.Signals,
+def test_the_same_command_goes_on_after_its_driver_was_killed_twice(
+    nursery: Nursery, tmp_path: Path, kind: str, how: signal.Signals
 ) -> None:
-    def sweep(folder: Path, kind: str, at: int) -> CompletedProcess[str]:
+    def sweep(folder: Path, at: int) -> CompletedProcess[str]:
         folder.mkdir(exist_ok=True)
         arguments = (str(folder), kind, str(at), str(int(how)))
         return nursery.run("tests.executor.mortal_sweep", *arguments)
 
-    undisturbed = tmp_path / "undisturbed"
-    ticks = num_ticks(sweep(undisturbed, kind, 0))
+    undisturbed, folder, chance = tmp_path / "undisturbed", tmp_path / "dies", random.Random(kind)
+    ticks = num_ticks(sweep(undisturbed, 0))
     want = records(undisturbed)
     assert len(want) == NUM_TRIALS
-    for seed, deaths in enumerate(num_deaths):
-        folder, chance = tmp_path / f"seed-{seed}", random.Random(f"{kind} {seed}")
-        for death in range(deaths):
-            at = chance.randint(
-                1, (ticks - 10) // deaths
-            )  # the last ones are after the call's end
-            died = sweep(folder, kind, at)
-            code = -how if how is signal.SIGKILL else 1
-            assert died.returncode == code, (at, death, died.stderr)
-        num_ticks(sweep(folder, kind, 0))
-        assert records(folder) == want, f"killed at write {at}"
-        assert files(folder) == files(undisturbed)
+    for _ in range(2):
+        at = chance.randint(1, (ticks - 10) // 2)  # the last ones are after the call's end
+        died = sweep(folder, at)
+        assert died.returncode == (-how if how is signal.SIGKILL else 1), (at, died.stderr)
+    num_ticks(sweep(folder, 0))
+    assert records(folder) == want, f"killed at write {at}"
+    assert files(folder) == files(undisturbed)
 
 
 # -- calls that died, without a process ----------------------------------------------------------
@@ -286,19 +273,6 @@ def test_a_stale_heartbeat_does_not_make_a_second_trial(
     storage.engine.dispose()
 
 
-def test_a_trial_given_back_is_nobodys(root: Path) -> None:
-    study = optuna.create_study()
-    claims = TrialOwnership(study, StudyFolder(root, study.study_name), 5, None)
-    trial = asked(study, claims)
-    study._storage.set_trial_state_values(trial._trial_id, WAITING)
-    claims.give_up(trial)
-    study.ask()
-    assert (
-        TrialOwnership(study, StudyFolder(root, study.study_name), 5, None).interrupted_trials
-        == []
-    )
-
-
 def test_a_folder_that_can_not_be_used_is_refused(fleet: Any, root: Path) -> None:
     study = optuna.create_study()
     folder = StudyFolder(root, study.study_name)
@@ -342,29 +316,25 @@ def interrupted(fleet: Any, tmp_path: Path, log: io.StringIO) -> Any:
     return study, presses
 
 
-def test_the_same_call_goes_on_after_an_interrupt(fleet: Any, interrupted: Any) -> None:
-    study, presses = interrupted
-    study.optimize(presses, 3, executor=fleet)
-    assert states(study) == [COMPLETE] * 3
-    study.optimize(presses, 3, executor=fleet)
-    assert states(study) == [COMPLETE] * 6
-
-
-def test_a_value_that_is_another_one_in_each_process_loses_nothing(
-    fleet: Any, interrupted: Any, log: io.StringIO
+@pytest.mark.parametrize(
+    ("given", "found", "words"),
+    [
+        ("the same", [COMPLETE] * 3, ""),
+        ("another value", [COMPLETE] * 3, "is another one than when trials 1 began"),
+        ("another code", [COMPLETE, FAIL, COMPLETE, COMPLETE, COMPLETE], ""),
+    ],
+)
+def test_the_same_call_goes_on_after_an_interrupt_and_another_has_trials_of_its_own(
+    fleet: Any, interrupted: Any, log: io.StringIO, given: str, found: Any, words: str
 ) -> None:
+    """A value that is another one in each process, an id say, loses nothing."""
     study, presses = interrupted
-    study.optimize(functools.partial(presses, driver=-1), 3, executor=fleet)
-    assert states(study) == [COMPLETE] * 3
-    assert "is another one than when trials 1 began" in log.getvalue()
-
-
-def test_an_objective_changed_after_an_interrupt_gets_trials_of_its_own(
-    fleet: Any, interrupted: Any
-) -> None:
-    study, _ = interrupted
-    study.optimize(changed, 3, executor=fleet)
-    assert states(study) == [COMPLETE, FAIL, COMPLETE, COMPLETE, COMPLETE]
+    again = {"the same": presses, "another code": changed}
+    study.optimize(again.get(given, functools.partial(presses, driver=-1)), 3, executor=fleet)
+    assert states(study) == found
+    assert words in log.getvalue()
+    study.optimize(presses, 3, executor=fleet)
+    assert states(study) == [*found, *[COMPLETE] * 3]
 
 
 def test_an_interrupt_while_no_trial_is_under_way(fleet: Any, root: Path) -> None:

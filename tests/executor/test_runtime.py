@@ -6,9 +6,7 @@ import errno
 import io
 import itertools
 import os
-import select
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +30,6 @@ from optuna_fleet.executor.fleet.connections import AgentUnheard
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.pipeline_messages import PipelineStats
-from optuna_fleet.pipeline.preprocessor.payload import PipelineSetup
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.messages import TrainerReady
@@ -298,16 +295,6 @@ def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
     assert engine.done.count("end here") == 3
 
 
-def test_an_agent_that_stops_before_it_has_started_all_trainers_is_replaced(
-    impatient: Runtime, log: io.StringIO
-) -> None:
-    runtime = impatient
-    hear(runtime, TrainerStarted(device=0, process=process(runtime, 7)))
-    trainer_ready(runtime, pid=7)
-    assert [type(message) for message in wait(runtime, 10)] == [NodeLost]
-    assert "The agent of node here was not ready within 8 s" in log.getvalue()
-
-
 def test_a_trainer_that_is_not_ready_in_time_is_killed(
     impatient: Runtime, log: io.StringIO
 ) -> None:
@@ -360,28 +347,6 @@ def test_a_node_that_does_not_fit_is_told_why(
     assert agent(runtime) == "1st"
 
 
-def test_a_stopped_process_ends_with_the_one_that_started_it() -> None:
-    script = (
-        "import os, signal\n"
-        "from optuna_fleet.processes import ModuleProcess\n"
-        "started = ModuleProcess('tests.executor.stops_itself', None, environment={})\n"
-        "os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)\n"
-        "print(started.pid, flush=True)\n"
-        "os.read(0, 1)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert parent.stdin is not None
-    assert parent.stdout is not None
-    stopped = os.pidfd_open(int(parent.stdout.readline()))
-    with parent:
-        parent.stdin.close()
-    assert select.select([stopped], [], [])[0] == [stopped]  # it has ended
-    os.close(stopped)
-
-
 @pytest.mark.parametrize("place", [(subprocess, "Popen"), (os, "pidfd_open")])
 def test_a_process_that_can_not_be_started_says_what_to_do_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, place: Any
@@ -430,33 +395,24 @@ def test_no_temporary_folder_stays_if_no_agent_can_be_placed(
 # -- the pipeline ---------------------------------------------------------------------------------
 
 
-def halve(sample: Any) -> Any:
-    return sample / 2
-
-
-def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
-    """For two devices and 12 cores."""
-    pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
+@pytest.mark.parametrize(
+    ("kind", "more", "is_adaptive", "niceness", "number", "trainers_finish"),
+    [
+        ("cpu", {}, True, NICENESS, 6, False),
+        ("H100", {}, True, 0, 10, True),  # and preprocessors have all other cores
+        ("cpu", {"num_preprocessors": 3}, False, NICENESS, 3, False),
+    ],
+)
+def test_preprocessors_beside_two_devices_on_12_cores(
+    kind: str, more: Any, is_adaptive: bool, niceness: int, number: int, trainers_finish: bool
+) -> None:
+    pipeline = SharedPipeline(train=[1.0], finish=abs, **more)
     visible = "" if kind == "cpu" else "0"
     devices = [Device(index=index, node=0, kind=kind, visible=visible) for index in range(2)]
-    return pipeline_setup(pipeline.packed(), devices, cores=12)
-
-
-def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:
-    setup = pipeline_of()
-    assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, NICENESS, 6)
-    assert setup.spec.dataset("train").finish is None
-
-
-def test_beside_gpus_preprocessors_have_all_other_cores_and_trainers_finish() -> None:
-    setup = pipeline_of("H100")
-    assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, 0, 10)
-    assert setup.spec.dataset("train").finish is not None
-
-
-def test_a_number_of_preprocessors_that_was_given_is_kept() -> None:
-    setup = pipeline_of(num_preprocessors=3)
-    assert (setup.is_adaptive, setup.num_preprocessors) == (False, 3)
+    setup = pipeline_setup(pipeline.packed(), devices, cores=12)
+    assert (setup.is_adaptive, setup.niceness) == (is_adaptive, niceness)
+    assert setup.num_preprocessors == number
+    assert (setup.spec.dataset("train").finish is not None) == trainers_finish
 
 
 def test_a_machine_without_a_temporary_folder_is_told_of(monkeypatch: Any) -> None:

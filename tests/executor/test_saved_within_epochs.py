@@ -206,7 +206,6 @@ def check_repeated(folder: Path, kills: Kills, *, moves: int = 0) -> None:
 
 DEATHS: list[tuple[str, Kills, list[tuple[int, ...]]]] = [
     ("accumulates", {8: ("after", (0,))}, [(0,), (1, 2)]),
-    ("accumulates", {7: ("backward", (0, 1))}, [(0, 1, 2), (0, 2)]),
     ("plain", {6: ("backward", (1,)), 2 * STEPS + 5: ("end", (0,))}, [(0, 1), (2, 0, 3), (0, 3)]),
 ]
 
@@ -219,17 +218,6 @@ def test_a_death_costs_the_steps_since_the_last_checkpoint(
     check_equal(study, undisturbed(how))
     assert endings(study) == ["lost"] * len(kills) + ["returned"]
     check_repeated(tmp_path, kills)
-
-
-def test_it_is_saved_also_where_it_has_moved_to_in_its_midst(
-    fleet: Any, undisturbed: Any, tmp_path: Path
-) -> None:
-    legs = [Leg((0, 1), until_asked=True), Leg((1, 0)), Leg((2,))]
-    kills: Kills = {STEPS + 8: ("after", (0,))}
-    study = run(fleet, tmp_path, "plain", kills, *legs, moves_at={STEPS + 2})
-    check_equal(study, undisturbed("plain"))
-    assert endings(study) == ["yielded", "lost", "returned"]
-    check_repeated(tmp_path, kills, moves=1)
 
 
 def test_it_goes_on_with_what_is_left(undisturbed: Any, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -103,19 +102,6 @@ def test_where_another_node_has_no_such_folder_a_sentence_says_so() -> None:
     place = replace(workplace_here(), folder="/no/such/folder", variables={})
     with pytest.raises(FleetError, match="has no folder /no/such/folder, where the script is at"):
         place.take_on()
-
-
-def test_a_filter_that_can_not_travel_is_left_behind() -> None:
-    class Holding(UserWarning):
-        lock = threading.Lock()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Holding)
-        settings = settings_here()
-    with warnings.catch_warnings():
-        Adoption(has_gpu=False).adopt(settings)
-        assert len(warnings.filters) == len(settings.filters)
-        assert warned(UserWarning, "another") == "raised"  # as in all tests
 
 
 @pytest.mark.parametrize("legs", [[Leg((0,))], [Leg((1, 2))]])

@@ -9,15 +9,13 @@ import optuna
 import pytest
 import torch.distributed as dist
 
-from optuna_fleet import FleetConfigError, LocalCluster
+from optuna_fleet import LocalCluster
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.config import environment
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.fleet.nodes import Nodes
 from optuna_fleet.resources import Device, needs_gloo
 from optuna_fleet.trainer import groups
 from optuna_fleet.wire.messages import RunTrial
-from optuna_fleet.wire.node_messages import AgentJoining
 from tests.fleets import Leg, fleet_of, train
 
 
@@ -48,29 +46,12 @@ def test_nodes_on_one_machine_share_its_gpus() -> None:
     assert not needs_gloo([first, replace(second, visible="1")], here={0, 1})
 
 
-def test_nodes_that_are_here() -> None:
-    nodes = Nodes()
-    for name, is_here in (("a", True), ("b", False), ("c", True)):
-        joining = AgentJoining(
-            agent=name, node=name, devices=(), cores=1, machine="", pid=1, versions={}
-        )
-        nodes.join(joining, nodes.numbered(joining), is_here=is_here)
-    assert nodes.here() == {0, 2}
-
-
 def test_no_trials_error_in_nccl_ends_other_trials() -> None:
     """Where a job script asks for a dump, torch tells all that have met at the same store."""
     given = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     told = environment(2, given)
     assert told["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert told["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-
-
-def test_cpu_slots_are_as_many_as_are_wanted() -> None:
-    slots = find_fleet(1, "cpu", 3).devices
-    assert len(slots) == 3
-    with pytest.raises(FleetConfigError, match="slots_per_device"):
-        LocalCluster(slots_per_device=0)
 
 
 @pytest.mark.parametrize(

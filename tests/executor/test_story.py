@@ -44,16 +44,10 @@ def test_a_call_that_breaks_off_says_what_happened_last(monkeypatch: pytest.Monk
         assert note.splitlines()[-1] in "".join(traceback.format_exception(raised.value))
 
 
-def test_at_the_level_debug_all_is_told_as_it_happens(log: Any) -> None:
+def test_all_is_told_at_the_level_debug_and_leads_to_the_same_decisions_again(
+    monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
     optuna.logging.set_verbosity(logging.DEBUG)
-    two_trials()
-    lines = log.getvalue().splitlines()
-    launch = next(n for n, line in enumerate(lines) if line.startswith("Launch(run_id=0"))
-    end = next(n for n, line in enumerate(lines) if line.startswith("FinishTrial(number="))
-    assert launch < end
-
-
-def test_the_same_events_lead_to_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Controller] = []
     happened: list[tuple[tuple[Event, ...], list[Instruction]]] = []
     handle = Controller.handle
@@ -70,3 +64,7 @@ def test_the_same_events_lead_to_the_same_decisions(monkeypatch: pytest.MonkeyPa
     again = Controller(real._state.policy)
     assert [again.handle(*events) for events, _ in happened] == [said for _, said in happened]
     assert again.finished
+    lines = log.getvalue().splitlines()
+    launch = next(n for n, line in enumerate(lines) if line.startswith("Launch(run_id=0"))
+    end = next(n for n, line in enumerate(lines) if line.startswith("FinishTrial(number="))
+    assert launch < end

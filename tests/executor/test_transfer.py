@@ -17,21 +17,19 @@ from unittest import mock
 import optuna
 import pytest
 
-from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
+from optuna_fleet import Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.store import mark
-from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.executor.call import sweep
 from optuna_fleet.executor.cluster.agent import entry
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.trainer.checkpoint import Captured, Checkpoint, captured
 from optuna_fleet.trainer.saving import RunFiles
-from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import Refused
 from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, TransferServer
+from tests.executor.orders import run_trial
 from tests.fleets import Leg, fleet_of, small_model, train
 from tests.test_channel import tls_pair
 
@@ -66,25 +64,8 @@ def served_by(server: TransferServer) -> Channel:
     return Opened(ours)
 
 
-def files_of(folder: StudyFolder, dial: Callable[[], Channel], token: str = "other") -> RunFiles:
-    run = RunTrial(
-        run_id=0,
-        number=7,
-        trial_id=0,
-        rank=0,
-        world_size=1,
-        seed=0,
-        objective_id=0,
-        measure=False,
-        group="",
-        store=None,
-        gc_after_trial=False,
-        maximize=None,
-        study_name=folder.study_name,
-        run_name="0123abcd-0",
-        folder=str(folder.path),
-        folder_token=token,
-    )
+def files_of(folder: StudyFolder, dial: Callable[[], Channel]) -> RunFiles:
+    run = run_trial(folder.path, number=7, study_name=folder.study_name, folder_token="other")
     return RunFiles(run, dial)
 
 
@@ -151,14 +132,6 @@ def test_a_node_without_memory_for_the_data_sets_says_so_here_and_there(
     (said,) = (c.args[0] for c in driver.send.mock_calls if hasattr(c.args[0], "problem"))
     assert "no memory for the data sets" in said.problem
     server.close()
-
-
-def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
-    files = files_of(StudyFolder(tmp_path, "s"), no_driver)
-    with pytest.raises(CheckpointError, match=r"can't be sent to the driver .*no driver"):
-        write(files)
-    with pytest.raises(RetryableError, match=r"can't be fetched from the driver .*no driver"):
-        files.load("trial-7.1-5.0123abcd-0.pt")
 
 
 @pytest.mark.parametrize("ends", ["gone", "closed"])

@@ -12,8 +12,8 @@ import pytest
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.link import Inbox
 from optuna_fleet.trainer.session import DriverGoneError, Session
-from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import Quit
+from tests.executor.orders import run_trial
 from tests.fleets import Leg, train
 
 
@@ -21,10 +21,6 @@ def says_so_from_one_rank(trial: Any) -> float:
     if trial.rank == 0:
         trial.set_user_attr("failed", True)
     return -1.0
-
-
-def raises(trial: Any) -> float:
-    raise ValueError("the training failed")
 
 
 def starts_over(trial: Any) -> float:
@@ -44,7 +40,7 @@ class CatchesAll:
             return self.then(trial)
 
 
-@pytest.mark.parametrize("then", [says_so_from_one_rank, raises, starts_over])
+@pytest.mark.parametrize("then", [says_so_from_one_rank, starts_over])
 def test_a_trial_that_catches_everything_moves(fleet: Any, then: Callable[[Any], float]) -> None:
     studies = []
     for legs in ([Leg((0,))], [Leg((0,), 1), Leg((1, 2), 3), Leg((3,))]):
@@ -79,21 +75,7 @@ class QuittingDriver:
 
 def session_of(rank: int) -> tuple[Session, QuittingDriver]:
     channel: Any = QuittingDriver()
-    run = RunTrial(
-        run_id=0,
-        number=0,
-        trial_id=0,
-        rank=rank,
-        world_size=2,
-        seed=0,
-        objective_id=0,
-        measure=False,
-        group="",
-        store=None,
-        gc_after_trial=False,
-        maximize=False,
-    )
-    return Session(Inbox(channel), run), channel
+    return Session(Inbox(channel), run_trial(rank=rank, world_size=2)), channel
 
 
 def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import signal
 from dataclasses import replace
@@ -15,10 +14,8 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import FleetConfigError, FleetExecutor, SharedPipeline
-from optuna_fleet.executor.call import driver
-from tests.fleets import Leg, small_model, small_pipeline, train_epoch
-from tests.waiting import until
+from optuna_fleet import FleetExecutor, SharedPipeline
+from tests.fleets import Leg, Noise, small_model, small_pipeline, train_epoch
 
 
 def quits_once(trial: Any, epoch: int, folder: Path) -> float:
@@ -66,46 +63,30 @@ def test_the_summary_tells_start_up_and_data_of_earlier_calls() -> None:
     assert "sharing factor 1.0; preprocessors (" in said[0]
     assert "all 20 samples were there from earlier calls" in said[1]
     assert "sharing factor" not in said[1]
-    assert "busy for" not in said[1]
 
 
-class Telling(logging.Handler):
-    """Tells an objective, in another process, that a line was printed."""
+class Flawed(Noise):
+    """Raises on sample 3; its first preprocessor dies of sample 7."""
 
-    def __init__(self, start: str, file: Path) -> None:
-        super().__init__()
-        self.start = start
-        self.file = file
+    def __init__(self, folder: Path) -> None:
+        super().__init__(20)
+        self.flag = folder / "died"
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith(self.start):
-            self.file.touch()
-
-
-def test_a_line_says_that_trials_are_under_way(
-    monkeypatch: pytest.MonkeyPatch, log: io.StringIO, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(driver, "SILENT_S", 0.0)
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    logging.getLogger("optuna").addHandler(telling := Telling("Under way", tmp_path / "told"))
-
-    def objective(trial: optuna.Trial) -> float:
-        until((tmp_path / "told").exists)
-        return 0.0
-
-    with FleetExecutor(devices=1, device_type="cpu") as fleet:
-        optuna.create_study().optimize(objective, n_trials=3, executor=fleet)
-    logging.getLogger("optuna").removeHandler(telling)
-    assert log.getvalue().count("Under way: 1 trial on 1 device. None has ended yet.") == 1
+    def __getitem__(self, index: int) -> Any:
+        if index == 7 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 3:
+            raise ValueError("broken image")
+        return super().__getitem__(index)
 
 
-def test_a_quick_sweep_has_no_such_line(
-    fleet: Any, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
-) -> None:
-    monkeypatch.setattr(driver, "SILENT_S", 1e9)
-    optuna.logging.set_verbosity(optuna.logging.INFO)
-    optuna.create_study().optimize(lambda trial: 0.0, n_trials=3, executor=fleet)
-    assert "Under way" not in log.getvalue()
+def test_the_summary_tells_of_samples_that_were_skipped(tmp_path: Path) -> None:
+    data, study = SharedPipeline(val=Flawed(tmp_path), on_error="skip"), optuna.create_study()
+    with FleetExecutor(data, devices=1, device_type="cpu") as fleet:
+        study.optimize(reads, n_trials=1, executor=fleet)
+    assert study.trials[0].value == 20
+    assert "samples skipped: 1, preprocessors that died: 1" in str(fleet.summary)
 
 
 def stops_to_look(trial: Any) -> float:
@@ -120,27 +101,3 @@ def test_a_breakpoint_in_a_trainer_names_the_cluster_that_has_a_debugger(
     with pytest.raises(Exception, match='cluster="inline"') as raised:
         optuna.create_study().optimize(stops_to_look, n_trials=1, executor=fleet)
     assert type(raised.value).__name__ == "BdbQuit"
-
-
-def test_an_open_text_file_is_named_and_does_not_travel(tmp_path: Path, fleet: Any) -> None:
-    (tmp_path / "names").write_text("a\nb\n")
-    with open(tmp_path / "names") as names:
-        with pytest.raises(FleetConfigError, match=r"`names`, .* can't be pickled .*open file"):
-            optuna.create_study().optimize(
-                lambda trial: float(len(names.read())), n_trials=1, executor=fleet
-            )
-
-        class Lines(torch.utils.data.Dataset):  # type: ignore[type-arg]
-            handle = names
-
-            def __len__(self) -> int:
-                return 2
-
-            def __getitem__(self, index: int) -> int:
-                return len(self.handle.readline())
-
-        with (
-            FleetExecutor(SharedPipeline(val=Lines()), devices=1, device_type="cpu") as other,
-            pytest.raises(FleetConfigError, match="open file"),
-        ):
-            optuna.create_study().optimize(lambda trial: 0.0, n_trials=1, executor=other)

@@ -13,7 +13,7 @@ import pytest
 
 from optuna_fleet.alloc import AllocationProblem, Plan, validate
 from optuna_fleet.alloc.problem import Allocator
-from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.executor.deciding.state import PolicyRules
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.progress import Outcome
 from optuna_fleet.replay.simulation import Simulation

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from optuna_fleet.events import (
-    Allocate,
     DeviceGone,
     DeviceJoined,
     DeviceLost,
@@ -57,28 +56,6 @@ def test_a_probe_goes_on_on_another_node_if_there_is_room() -> None:
     world = two_nodes(trials=3, max_trials=2)
     lose(world, 0)
     assert launches(world.controller.handle(JOINED[A], ended(1, B))) == [(0, (B,))]
-
-
-@pytest.mark.parametrize(("plan", "flown"), [({0: (A,)}, {0: (B,)}), ({0: (B,)}, {0: (B,)})])
-def test_a_plan_may_have_a_device_left_on_another_node(
-    plan: dict[int, tuple[int, ...]], flown: dict[int, tuple[int, ...]]
-) -> None:
-    world = two_nodes(trials=2)
-    fly_on(world)
-    lose(world, 0)
-    (*_, allocate) = world.controller.handle(JOINED[A], ended(1, B))
-    assert isinstance(allocate, Allocate)
-    assert dict(launches(world.controller.handle(plan_of(plan)))) == flown
-
-
-def test_trials_that_a_plan_starts_may_change_places() -> None:
-    world = two_nodes(trials=2)
-    fly_on(world)
-    lose(world, 0)
-    lose(world, 1)
-    world.controller.handle(*JOINED.values())
-    launched = launches(world.controller.handle(plan_of({0: (A,), 1: (B,)})))
-    assert dict(launched) == {0: (B,), 1: (A,)}
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -18,7 +18,7 @@ from optuna_fleet.events import (
     StartRound,
 )
 from optuna_fleet.executor.deciding.clearance import Clearance
-from optuna_fleet.executor.deciding.trials import Trial
+from optuna_fleet.executor.deciding.state import Trial
 from optuna_fleet.preflight.verdict import Finding
 from tests.unit.world import World, epoch_ended, rate, reached
 

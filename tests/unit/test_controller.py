@@ -28,7 +28,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import PARADIGMS, PolicyRules, Run
+from optuna_fleet.executor.deciding.state import PARADIGMS, PolicyRules, Run
 from tests.unit.world import (
     World,
     epoch_ended,

@@ -58,7 +58,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import PolicyRules, Status
+from optuna_fleet.executor.deciding.state import PolicyRules, Status
 from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 

@@ -28,8 +28,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.state import Presence
-from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.executor.deciding.state import PolicyRules, Presence
 from optuna_fleet.resources import Device
 from tests.unit.world import World, epoch_ended, joined, launches, rate, reached
 

@@ -35,7 +35,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.deciding.trials import PolicyRules
+from optuna_fleet.executor.deciding.state import PolicyRules
 from optuna_fleet.preflight.verdict import Finding
 from optuna_fleet.resources import Device
 

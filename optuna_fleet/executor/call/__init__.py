@@ -5,5 +5,5 @@
 - What trials ask: `call_handler`; what their ranks have in common: `ranks`. Who hangs: `watchdog`.
 - How runs (`runs`) begin (`launches`), are saved and leave (`stop_lines`), end
   (`outcomes`), and are checked before (`checks`).
-- What happened: `journal`; how the call is getting on: `call_progress`; at last: `summary`.
+- What happened, and how the call is getting on: `journal`; at last: `summary`.
 """

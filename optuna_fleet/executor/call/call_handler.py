@@ -56,8 +56,6 @@ class CallHandler:
             else:
                 calls.answer(call, self._carried_out(run, call))
             call = calls.next_call() if calls.queue else None
-        if calls.replies:
-            self._send_replies(run)
         return ended
 
     def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
@@ -84,16 +82,7 @@ class CallHandler:
         """Tell a run what to do after its epoch."""
         call, run.pending_epoch = run.pending_epoch, None
         assert call is not None
-        self._answer(run, call, call.reply(pack(answer)))
-
-    def _answer(self, run: RunRecord, call: RankCall, reply: Reply) -> None:
-        run.calls.answer(call, reply)
-        self._send_replies(run)
-
-    def _send_replies(self, run: RunRecord) -> None:
-        for rank, reply in run.calls.replies:
-            self._sweep.runtime.send(run.launch.devices[rank], reply)
-        run.calls.replies.clear()
+        run.calls.answer(call, call.reply(pack(answer)))
 
     # -- the sampler ------------------------------------------------------------------------------
 
@@ -112,7 +101,7 @@ class CallHandler:
                 return
             self._waiting.popleft()
             began = time.monotonic()
-            self._answer(run, call, self._carried_out(run, call))
+            run.calls.answer(call, self._carried_out(run, call))
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
@@ -126,7 +115,7 @@ class CallHandler:
         run, call = self._waiting.popleft()
         error = sampled.exception()
         failed = None if error is None or is_gone(error) else call.reply(error=pack_error(error))
-        self._answer(run, call, failed or self._carried_out(run, call))
+        run.calls.answer(call, failed or self._carried_out(run, call))
         self._suggest()
         return outcomes.propose(self._sweep, again=True)
 

@@ -40,15 +40,10 @@ from optuna_fleet.executor.call.checks import Checks
 from optuna_fleet.executor.call.ranks import RunCalls
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord, TrialRecord
-from optuna_fleet.executor.call.summary import counted
 from optuna_fleet.executor.call.sweep import Sweep
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.calls import AfterEpoch
 from optuna_fleet.wire.inbox import Inbox
-
-SILENT_S = 5.0
-"""A call that takes longer without a result says what is under way."""
 
 _ABORT_GRACE_S = 10.0
 
@@ -71,7 +66,7 @@ class Driver:
         self._checks = Checks(sweep)
         self._receiver = Receiver(sweep, self._calls, self._checks)
         self._plan: Future[Plan] | None = None
-        self._has_spoken = self._is_over = False
+        self._is_over = False
         self.interrupts = Interrupts(sweep.runtime.inbox)
         self.has_freed_devices = False
 
@@ -138,7 +133,6 @@ class Driver:
             case Propose():
                 return outcomes.propose(sweep)
             case Launch():
-                sweep.later(sweep.progress.left_s, self._note_progress)
                 return launches.begin(sweep, self._runs[instruction.run_id])
             case BeginCheck():
                 self._checks.begin(instruction)
@@ -179,14 +173,18 @@ class Driver:
     def _new_run(self, launch: Launch) -> RunRecord:
         trial = self._sweep.trials.setdefault(launch.number, TrialRecord())
         nodes = {self._runtime.agents.devices[device].node for device in launch.devices}
-        return RunRecord(
+        run = RunRecord(
             launch=launch,
             start=self._journal.now(),
-            calls=RunCalls(world_size=len(launch.devices)),
+            calls=RunCalls(
+                world_size=len(launch.devices),
+                send=lambda rank, reply: self._runtime.send(run.launch.devices[rank], reply),
+            ),
             has_one_clock=len(nodes) == 1,
             trial=trial,
             began_anew=self._checks.began_anew(launch, trial),
         )
+        return run
 
     def _planned(self, plan: Future[Plan]) -> list[Event]:
         self._plan = None
@@ -219,24 +217,16 @@ class Driver:
     # -- what is told of it -----------------------------------------------------------------------
 
     def _note_progress(self) -> None:
-        """Tell the study how the call is getting on, if it is time to, and again then."""
-        sweep, progress = self._sweep, self._sweep.progress
-        if progress.left_s > 0.0:
-            return  # a launch has already had this done
+        """Tell the study how the call is getting on: now, and again and again."""
+        sweep = self._sweep
         launches = [run.launch for run in self._runs.values()]
         flying = {launch.number for launch in launches}
-        num_devices = sum(len(launch.devices) for launch in launches)
-        progress.note(flying, sweep.proposals.unfinished(), sweep.proposals.num_asked)
-        sweep.later(progress.left_s, self._note_progress)
-        sweep.ledger.show_under_way(len(flying), num_devices)
-        if flying and not self._has_spoken and self._journal.now() - sweep.began >= SILENT_S:
-            self._has_spoken = True
-            if not sweep.ledger.ended:
-                on = f"{counted(len(flying), 'trial')} on {counted(num_devices, 'device')}"
-                fleet_logger.info(f"Under way: {on}. None has ended yet.")
+        again_s = sweep.progress.note(flying, self._journal.now())
+        sweep.later(again_s, self._note_progress)
+        sweep.ledger.show_under_way(len(flying), sum(len(one.devices) for one in launches))
 
     def _end_log(self, ending: str) -> None:
-        self._sweep.progress.end(ending, self._sweep.proposals.num_asked)
+        self._sweep.progress.note((), self._journal.now(), ending=ending)
 
     def _abandon(self, error: BaseException) -> None:
         """Fail the trials that were launched, give back those that never were, free the devices.

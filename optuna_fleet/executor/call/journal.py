@@ -6,20 +6,25 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
 from optuna_fleet.alloc import Plan
 from optuna_fleet.events import (
+    DataRequested,
     DeviceGone,
     DeviceJoined,
     Ending,
+    EpochEnded,
     Event,
+    FinishTrial,
+    GiveUp,
     Instruction,
     Launch,
+    Model,
     MoveMeasured,
-    PlanDecided,
+    RateMeasured,
     Requeue,
     ReturnToQueue,
     StartRound,
@@ -29,14 +34,25 @@ from optuna_fleet.executor.call.summary import Decision, FleetSummary, mean_of
 from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.records import DeviceSpan, Flight
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.records import (
+    CallState,
+    DeviceSpan,
+    Flight,
+    RunState,
+    record_call,
+)
 
 Entry: TypeAlias = Event | Instruction
 """What the controller hears and wants."""
 
 _STORY = 40
+_SHORTEST_S, _LONGEST_S = 2.0, 15.0
+_PART = 100
+"""An interval between records is this part of the call so far, within these bounds; and as many
+times what the last one took to write, at least."""
 _PLAIN = (bool, int, float, str, tuple, Enum)
-_OF_PLAN = ("allocator", "reason", "status", "gap", "solve_time_s", "solver")
 
 
 class Journal:
@@ -183,7 +199,6 @@ class Tally:
         self._startup_s: float | None = None
         self.flights: list[Flight] = []
         self._decisions: list[Decision] = []
-        self._plans: list[Plan] = []
         self._num_given_back = self._rescales = 0
         self._moves_s: list[float] = []
 
@@ -198,16 +213,14 @@ class Tally:
                 self._num_given_back += 1
             case MoveMeasured():
                 self._moves_s.append(entry.seconds)
-            case PlanDecided():
-                self._plans.append(replace(entry.plan, flotillas=()))
             case StartRound():
                 self._decided(entry, now)
 
     def _decided(self, started: StartRound, now: float) -> None:
         """A plan is carried out: say so where anything moves."""
-        plan = started.plan
-        of_plan = {name: getattr(plan, name) for name in _OF_PLAN}
-        decision = Decision(time=now, round=started.round, moves=started.moves, **of_plan)
+        made: dict[str, Any] = {one.name: getattr(started.plan, one.name) for one in fields(Plan)}
+        about = made | {"flotillas": ()}
+        decision = Decision(time=now, round=started.round, moves=started.moves, **about)
         self._decisions.append(decision)
         level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
         fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
@@ -241,7 +254,6 @@ class Tally:
             probing_s=sum(flight.probing_s for flight in self.flights),
             profiling_s=sum(flight.profiling_s for flight in self.flights),
             decisions=tuple(self._decisions),
-            plans=tuple(self._plans),
             rescales=self._rescales,
             move_s=mean_of(self._moves_s),
             pipeline=pipeline,
@@ -249,3 +261,97 @@ class Tally:
             left_out=dict(left_out),
             startup_s=self._startup_s or 0.0,
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pace:
+    """How far a trial is, and how fast where it is."""
+
+    run: RunState
+    samples_per_epoch: float = 0.0
+    epoch_began: float | None = None
+    has_done_one: bool = False  # on these devices
+
+
+class Progress:
+    """How the call is getting on, as runs say: a reader of the journal; tells the study.
+
+    Often at first, and the seldomer the longer the call takes, or the storage to write it.
+    """
+
+    def __init__(self, ledger: Ledger, proposals: Proposals) -> None:
+        self._ledger = ledger
+        self._proposals = proposals
+        self._write_s = 0.0
+        self._paces: dict[int, _Pace] = {}  # by trial, until it is done
+
+    def take(self, entry: Entry, run: RunRecord | None, now: float) -> None:
+        """This happens."""
+        if run is None:
+            return
+        number = run.launch.number
+        match entry:
+            case Launch():
+                self._launched(entry, now)
+            case DataRequested():
+                self._defined(self._paces[number], entry.model, now)
+            case RateMeasured():
+                pace = self._paces[number]
+                pace.run = replace(pace.run, samples_per_s=entry.samples_per_s)
+            case EpochEnded():
+                self._epoch_ended(self._paces[number], entry.epochs_done, now)
+            case FinishTrial() | GiveUp():
+                self._paces.pop(number, None)
+
+    def _launched(self, launch: Launch, now: float) -> None:
+        run = RunState(trial=launch.number, devices=launch.devices, start=now)
+        if (before := self._paces.get(launch.number)) is not None:
+            done, most = before.run.epochs_done, before.run.max_epochs
+            run = replace(run, epochs_done=done, max_epochs=most)
+        self._paces[launch.number] = _Pace(run=run)
+
+    def _defined(self, pace: _Pace, model: Model, now: float) -> None:
+        """It asks for data: from now on it trains."""
+        pace.run = replace(pace.run, max_epochs=model.max_epochs)
+        pace.samples_per_epoch = model.samples_per_epoch
+        if not pace.run.epochs_done:  # else it may go on in the midst of an epoch
+            pace.epoch_began = now
+
+    def _epoch_ended(self, pace: _Pace, epochs_done: int, now: float) -> None:
+        """So fast it is, evaluation and waiting for data included."""
+        pace.run = replace(pace.run, epochs_done=epochs_done)
+        if pace.epoch_began is not None:
+            epoch_s = max(now - pace.epoch_began, 1e-9)
+            rate = pace.samples_per_epoch / epoch_s or None
+            pace.run = replace(pace.run, samples_per_s=rate)
+            if pace.has_done_one:
+                pace.run = replace(pace.run, epoch_s=epoch_s)
+        pace.epoch_began, pace.has_done_one = now, True
+
+    def note(self, on_devices: Iterable[int], now: float, *, ending: str = "") -> float:
+        """Write down how it goes; return in how many seconds that is to be done again.
+
+        Args:
+            on_devices: Trials that have devices.
+            now: As the journal has it.
+            ending: See `CallState`.
+        """
+        ledger, proposals, flying = self._ledger, self._proposals, sorted(on_devices)
+        every_s = min(_LONGEST_S, max(_SHORTEST_S, (now - ledger.began) / _PART))
+        every_s = max(every_s, _PART * self._write_s)
+        waiting = () if ending else proposals.unfinished()
+        state = CallState(
+            began=ledger.began,
+            noted=round(time.time(), 3),
+            every_s=round(every_s, 3),
+            ending=ending,
+            n_trials=proposals.n_trials,
+            timeout=proposals.timeout,
+            num_asked=proposals.num_asked,
+            waiting=tuple(sorted(set(waiting).difference(flying))),
+            runs=tuple(self._paces[number].run for number in flying),
+        )
+        began = time.monotonic()
+        record_call(ledger.study, state)
+        self._write_s = time.monotonic() - began
+        return max(every_s, _PART * self._write_s)

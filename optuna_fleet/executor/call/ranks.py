@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -168,12 +168,12 @@ class RunCalls:
     """Matches the calls of a run's ranks by their index.
 
     Attributes:
-        replies: Answers that are to be sent, and to which rank.
+        send: Sends a rank the answer to its call.
         queue: Calls of rank 0 that are not carried out yet.
     """
 
     world_size: int
-    replies: list[tuple[int, Reply]] = field(default_factory=list)
+    send: Callable[[int, Reply], None]
     queue: deque[RankCall] = field(default_factory=deque)
     _waiting: dict[int, list[RankCall]] = field(default_factory=dict)  # the others', by index
     _done: dict[int, tuple[str, Reply]] = field(default_factory=dict)  # until all have read it
@@ -279,7 +279,7 @@ class RunCalls:
         if call.is_awaited:
             if (error := self._errors.pop(call.rank, None)) is not None:
                 reply = replace(reply, index=call.index, error=error)
-            self.replies.append((call.rank, reply))
+            self.send(call.rank, reply)
         elif reply.error is not None:
             self._errors.setdefault(call.rank, reply.error)
             waiting = self._waiting.get(self._reached[call.rank], [])

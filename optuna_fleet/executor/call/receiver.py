@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from optuna_fleet.events import (
@@ -58,52 +57,6 @@ from optuna_fleet.wire.node_messages import (
 GATHER_S = 0.15
 """Seconds to wait for more devices to join, or more ranks to end: one plan serves all."""
 
-AWAIT_S = 1.0
-"""Seconds to wait in all for devices known to be starting, while trials run."""
-
-LEAVE_S = 0.5
-"""Seconds to wait, on a node that leaves, for the other trials there: one plan places all."""
-
-
-class Joins:
-    """Holds back devices that join, until no more of them are waited for.
-
-    Args:
-        are_starting: Whether more devices are starting, and trials run, so that a new plan can
-            wait.
-        later: Has something asked so many seconds from now.
-    """
-
-    def __init__(
-        self,
-        are_starting: Callable[[], bool],
-        later: Callable[[float, Callable[[], list[Event]]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._are_starting = are_starting
-        self._later = later
-        self._clock = clock
-        self._held: list[Event] = []
-        self._first = 0.0
-
-    def held_back(self, events: Sequence[Event] = (), *, at_once: bool = False) -> list[Event]:
-        """The events to pass on now: devices are held back until they have waited long enough.
-
-        Any other event is passed on at once, after them; all of it `at_once`, if no trial has run.
-        """
-        is_first = not self._held
-        self._held += events
-        if not at_once and all(isinstance(event, DeviceJoined) for event in self._held):
-            if is_first and events:
-                self._first = self._clock()
-                self._later(GATHER_S, self.held_back)
-                self._later(AWAIT_S, self.held_back)
-            waited_s = self._clock() - self._first
-            if waited_s < GATHER_S or (waited_s < AWAIT_S and self._are_starting()):
-                return []
-        told, self._held = self._held, []
-        return told
-
 
 class Receiver:
     """Takes messages in order: notes what they say, answers calls, returns the events of it."""
@@ -117,7 +70,7 @@ class Receiver:
         )
         self._runtime, self._runs = sweep.runtime, sweep.runs
         self._agents = sweep.runtime.agents
-        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting, sweep.later)
+        self._held: list[Event] = []  # devices that join
         self._node_faults = NodeFaults()
         self._capacity = Capacity()
         self._may_grow: bool | None = None
@@ -144,11 +97,10 @@ class Receiver:
 
     def _called(self, run: RunRecord, call: RankCall) -> Sequence[Event]:
         sweep, news = self._sweep, list[Event]()
-        run.has_met = True
         if (ended := self._calls.carry_out(run, run.calls.take(call))) is not None:
             news.append(self._evaluator.epoch_ended(run.launch.number, ended))
         if isinstance(call, Report | EndEpoch) and self._node_faults.any_lost:
-            news += self._progressed(run, run.launch.devices)
+            news += self._progressed(run.launch.devices)
         if sweep.proposals.is_delayed:
             news += propose(sweep, again=True)
         return news
@@ -196,7 +148,7 @@ class Receiver:
                 return self._checks.checked(message)
             case NodeLeaving():
                 compat.fleet_logger.info(message.text)
-                return self._node_leaving(message.devices)
+                return self._change_fleet([DeviceLeaving(device=d) for d in message.devices])
             case NodeLost():
                 return self._node_lost(message)
             case PipelineReport():
@@ -211,7 +163,6 @@ class Receiver:
             compat.fleet_logger.warning(f"Trial {run.launch.number}: {remark.text}")
 
     def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
-        run.has_met = True
         self._runtime.prepare_groups()
         run.is_movable |= message.model.movable
         stop_lines.save_in_time(self._sweep, run)
@@ -224,7 +175,6 @@ class Receiver:
         run.has_told = False
 
     def _trained(self, run: RunRecord) -> list[Event]:
-        run.has_met = True
         if run.trial.moved_s is None:
             return []
         seconds = run.trial.moved_s + self._sweep.journal.now() - run.start
@@ -238,7 +188,10 @@ class Receiver:
         self._calls.carry_out(run, run.calls.next_call())
         stop_lines.at_step(sweep, run, message.rank)
         launches.rank_ended(run, message)
-        self._will_linger(run, GATHER_S)
+        if run.remaining() and not run.will_linger:  # more may follow: one plan serves all
+            run.will_linger = True
+            lingers = RunLingers(run_id=run.launch.run_id)
+            sweep.later_of(GATHER_S, run, lambda run: [lingers])
         news: list[Event] = [
             RankEnded(
                 run_id=message.run_id,
@@ -253,15 +206,8 @@ class Receiver:
         if message.has_device_failed and message.error is not None:
             news = self._lost(run, device, message.error.description) + news
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
-            news = self._progressed(run, [device]) + news
+            news = self._progressed([device]) + news
         return [*news, *sweep.fail_if_faulty(run), *self.changes()]
-
-    def _will_linger(self, run: RunRecord, seconds: float) -> None:
-        """Hold back devices that its ranks have left: more may follow, and one plan serves all."""
-        if run.remaining() and not run.will_linger:
-            run.will_linger = True
-            lingers = RunLingers(run_id=run.launch.run_id)
-            self._sweep.later_of(seconds, run, lambda run: [lingers])
 
     # -- the fleet --------------------------------------------------------------------------------
 
@@ -280,12 +226,6 @@ class Receiver:
                     news += self._lost(run, device, f"its trainer ended with {message.cause}")
         return news + self._change_fleet(self._runtime.device_events(message))
 
-    def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
-        for run in self._runs.values():
-            if not set(devices).isdisjoint(run.remaining()):
-                self._will_linger(run, LEAVE_S)
-        return self._change_fleet([DeviceLeaving(device=device) for device in devices])
-
     def _node_lost(self, message: NodeLost) -> list[Event]:
         compat.fleet_logger.warning(message.text)
         news: list[Event] = []
@@ -298,10 +238,10 @@ class Receiver:
         return news + (self._store_lost() if message.had_store else [])
 
     def _store_lost(self) -> list[Event]:
-        """End runs whose ranks are still meeting at the lost store: they may never notice."""
+        """End runs whose ranks may still be meeting at the lost store: they may never notice."""
         news: list[Event] = []
         for run in self._runs.values():
-            if not run.has_met and may_be_joining(run) and len(run.launch.devices) > 1:
+            if may_be_joining(run) and len(run.launch.devices) > 1:
                 run.causes.append("the node where its ranks look for each other was lost")
                 for device in run.remaining():
                     self._runtime.kill(device)
@@ -312,9 +252,8 @@ class Receiver:
         self._node_faults.lost(self._agents.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
-    def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
-        nodes = {self._agents.node_of(device) for device in devices}
-        self._node_faults.progressed(nodes, run.launch.number)
+    def _progressed(self, devices: Iterable[int]) -> list[Event]:
+        self._node_faults.progressed({self._agents.node_of(device) for device in devices})
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:
@@ -340,7 +279,23 @@ class Receiver:
         return news
 
     def _change_fleet(self, events: Sequence[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._sweep.has_launched)
+        """Hold back devices that join, for a moment: more may follow, and one plan serves all.
+
+        Any other change is passed on at once, after them; and all is, until a trial has run.
+        """
+        is_first = not self._held
+        self._held += events
+        if not self._sweep.has_launched or any(
+            type(one) is not DeviceJoined for one in self._held
+        ):
+            return self._let_go()
+        if is_first and events:
+            self._sweep.later(GATHER_S, self._let_go)
+        return []
+
+    def _let_go(self) -> list[Event]:
+        held, self._held = self._held, []
+        return held
 
     # -- what no message tells --------------------------------------------------------------------
 

@@ -140,7 +140,6 @@ class RunRecord:
         verdict: The error that the trial fails with, if it broke a limit.
         stop_line: Where it leaves its devices within an epoch, or is saved.
         is_movable: It has said that it reads batches between which it can move.
-        has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
         began_anew: What began anew with it, as a check has found; "" for nothing.
         will_be_saved: A time is set at which it is looked whether it is to be saved.
@@ -168,7 +167,6 @@ class RunRecord:
     verdict: BaseException | None = None
     stop_line: StopLine = field(default_factory=StopLine)
     is_movable: bool = False
-    has_met: bool = False
     has_died: bool = False
     began_anew: str = ""
     will_be_saved: bool = False

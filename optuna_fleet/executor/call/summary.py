@@ -12,30 +12,18 @@ from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One allocation.
+class Decision(Plan):
+    """A plan that was carried out: how it was made, without its flotillas.
 
     Attributes:
-        time: When it was made, seconds since the epoch.
+        time: When, seconds since the epoch.
         round: Its number within the call, from 1.
         moves: Number of trials that it moved.
-        allocator: Who made it.
-        reason: Why, in words.
-        solver: Who solved it; empty if nobody had to.
-        status: How that ended.
-        gap: The solver's relative gap; None if it gave none.
-        solve_time_s: What it took.
     """
 
     time: float
     round: int
     moves: int
-    allocator: str
-    reason: str
-    status: str
-    gap: float | None
-    solve_time_s: float
-    solver: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -57,8 +45,6 @@ class FleetSummary:
             away.
         decisions: Every allocation that moved a trial or began a round, with its reason, solver
             status, gap and time.
-        plans: How every allocation was made, those included that changed nothing; without their
-            flotillas.
         rescales: How often a trial was moved to other devices.
         move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
             train. 0 if none was measured.
@@ -78,7 +64,6 @@ class FleetSummary:
     probing_s: float
     profiling_s: float
     decisions: tuple[Decision, ...]
-    plans: tuple[Plan, ...]
     rescales: int
     move_s: float
     pipeline: PipelineStats | None
@@ -124,10 +109,9 @@ class FleetSummary:
         devices = counted(self.num_devices, "device")
         if self.num_nodes > 1:
             devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
-        rounds = f" in {counted(len(self.decisions), 'round')}" if self.decisions else ""
         yield (
             f"Sweep of {counted(sum(self.trials.values()), 'trial')} ({ended}) took "
-            f"{self.duration_s:.1f} s on {devices}{rounds}"
+            f"{self.duration_s:.1f} s on {devices}"
         )
         yield (
             f"a device was idle for {mean_of(idle):.1f} s and waited for data for "
@@ -153,11 +137,11 @@ class FleetSummary:
             yield trouble
         for name, why in self.left_out.items():
             yield f"{name} was left out: {why}"
-        if self.plans:
-            yield _how_solved(self.plans)
+        if self.decisions:
+            yield _how_solved(self.decisions)
 
 
-def _how_solved(plans: Sequence[Plan]) -> str:
+def _how_solved(plans: Sequence[Decision]) -> str:
     """As "120 plans, 98 % by CBC, 4 ms each"."""
     solvers = Counter(plan.solver for plan in plans if plan.solver)
     by = "".join(f", {n / len(plans):.0%} by {name}" for name, n in solvers.items())

@@ -11,8 +11,7 @@ from typing import Any
 
 from optuna_fleet.checkpoints.store import mark
 from optuna_fleet.events import Event
-from optuna_fleet.executor.call.call_progress import Progress
-from optuna_fleet.executor.call.journal import DeviceLog, Journal, Tally
+from optuna_fleet.executor.call.journal import DeviceLog, Journal, Progress, Tally
 from optuna_fleet.executor.call.runs import Job, RunRecord, TrialRecord
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.watchdog import Watchdog
@@ -81,7 +80,7 @@ class Sweep:
         self.folder_token = mark(retention.folder.root)
         self._acts: dict[int, Callable[[], Sequence[Event] | None]] = {}
         self.devices = DeviceLog(ledger.records.devices, lambda: runtime.nodes.devices.values())
-        self.progress = Progress.of(ledger, proposals)
+        self.progress = Progress(ledger, proposals)
         self.tally = Tally(began)
         self.journal = Journal(self.runs, self.devices.take, self.progress.take, self.tally.take)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)

@@ -1,7 +1,7 @@
 """What to do next: events go in, instructions come out. Pure: no clock, no process, no I/O.
 
-- `controller` is the state machine; `state` its only table: of devices (`Presence`), and of
-  trials and runs (`trials`).
+- `controller` is the state machine; `state` its only table: of devices (`Presence`), trials and
+  runs.
 - `planner` says when a plan is made and begins it, `problems` of what and where, `profiles` how
   fast trials train.
 - `clearance`: who may be widened or moved.

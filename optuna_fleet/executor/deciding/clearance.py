@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from optuna_fleet.alloc.problem import Plan
-from optuna_fleet.executor.deciding.trials import Trial
+from optuna_fleet.executor.deciding.state import Trial
 from optuna_fleet.preflight.verdict import Finding
 
 _FIRST_S = 5.0

@@ -60,8 +60,7 @@ from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.planner import Planner
 from optuna_fleet.executor.deciding.problems import Problems
 from optuna_fleet.executor.deciding.profiles import Profiles
-from optuna_fleet.executor.deciding.state import State
-from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
+from optuna_fleet.executor.deciding.state import PolicyRules, Run, Stage, State, Status, Trial
 from optuna_fleet.preflight.verdict import Finding
 
 _NEWS = DeviceLost | DeviceLeaving | DeviceJoined | GrowthExpected
@@ -283,7 +282,6 @@ class Controller:
         run = self._state.run_on.get(device)
         if run is None or not self._problems.can_leave(self._state.trials[run.number]):
             return []
-        run.clears = True
         return self._planner.leave(run, self._state.next_devices(run))
 
     def _device_gone(self, device: int) -> list[Instruction]:

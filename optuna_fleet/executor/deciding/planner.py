@@ -21,8 +21,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.problems import Problems
-from optuna_fleet.executor.deciding.state import State
-from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Trial
+from optuna_fleet.executor.deciding.state import PolicyRules, Run, Stage, State, Trial
 
 
 class Rounds:
@@ -164,7 +163,7 @@ class Planner:
         if not candidates or not self._problems.usable(candidates):
             return False
         if self._policy.paradigm == "elastic":
-            return not state.is_clearing() and self._has_choice(candidates)
+            return self._has_choice(candidates)
         waiting = any(map(self.may_start, state.waiting()))
         if self.rounds.number > 0 and waiting and state.free():
             return True
@@ -188,7 +187,6 @@ class Planner:
         if problems.is_held_back(plan, problem) or not self._clearance.is_kept(plan, posed):
             self._state.void()
             return instructions
-        plan = problems.amended(plan, problem, posed)
         assignments = plan.assignments
         moved = []
         for trial in posed:

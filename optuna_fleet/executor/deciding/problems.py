@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from statistics import median
 
-from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Flotilla, Plan
+from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import demand
 from optuna_fleet.events import Model
 from optuna_fleet.executor.deciding.clearance import Clearance
 from optuna_fleet.executor.deciding.profiles import Profiles
-from optuna_fleet.executor.deciding.state import State
-from optuna_fleet.executor.deciding.trials import Run, Stage, Status, Trial
+from optuna_fleet.executor.deciding.state import Run, Stage, State, Status, Trial
 
 
 class Problems:
@@ -226,43 +225,6 @@ class Problems:
         if device is None or (self._shuns(trial, device) and self.waits(trial)):
             return None
         return device
-
-    def amended(self, plan: Plan, problem: AllocationProblem, posed: list[Trial]) -> Plan:
-        """A plan in which fewer devices are of nodes that their trials were lost on.
-
-        They are exchanged between trials that it starts, and for those that it gives to nobody.
-        """
-        starting = {trial.number: trial for trial in posed if trial.run is None}
-        if not any(trial.losses for trial in starting.values()):
-            return plan
-        assignments = plan.assignments
-        spare = set(problem.devices).difference(*(a.devices for a in assignments.values()))
-        given = {n: a.devices for n, a in assignments.items() if n in starting}
-        owners = {device: number for number, devices in given.items() for device in devices}
-        self._exchange(pool := {**owners, **dict.fromkeys(spare)}, starting)
-        now = {n: tuple(sorted(d for d, owner in pool.items() if owner == n)) for n in given}
-        flotillas = (
-            tuple(replace(a, devices=now.get(a.number, a.devices)) for a in f.assignments)
-            for f in plan.flotillas
-        )
-        return replace(plan, flotillas=tuple(Flotilla(assignments=f) for f in flotillas))
-
-    def _exchange(self, pool: dict[int, int | None], starting: Mapping[int, Trial]) -> None:
-        """Change the owners of devices, so that fewer are on nodes that they were lost on."""
-
-        def shuns(number: int | None, device: int) -> bool:
-            return number is not None and self._shuns(starting[number], device)
-
-        def gains(device: int, other: int) -> bool:
-            number, theirs = pool[device], pool[other]
-            if number == theirs or shuns(number, other) or shuns(theirs, device):
-                return False
-            return self._devices[device].kind == self._devices[other].kind
-
-        for device in list(pool):
-            if shuns(pool[device], device):
-                other = next((other for other in pool if gains(device, other)), device)
-                pool[device], pool[other] = pool[other], pool[device]
 
 
 def _limited(problem: AllocationProblem, measured: float) -> AllocationProblem:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 
@@ -44,65 +43,56 @@ class Faults:
         self.reasons[name] = why
 
 
-@dataclass(slots=True)
-class _Row:
-    """Losses since the last progress on a node, by trial; which nodes and trials got on since."""
-
-    trials: Counter[int] = field(default_factory=Counter)
-    progressed: set[str] = field(default_factory=set)
-    cleared: set[int] = field(default_factory=set)
-    cause: str = ""
-
-    @property
-    def number(self) -> int:
-        """A trial that may be to blame itself counts once."""
-        return sum(n if trial in self.cleared else 1 for trial, n in self.trials.items())
-
-
 class NodeFaults:
-    """Counts, for each node of one call, trials that were lost there in a row.
+    """Counts, for each node of one call, different trials that were lost there in a row.
 
-    One trial that is lost again and again may be to blame itself, unless it gets on elsewhere; so
-    may be the objective, if no other node makes progress either.
+    One trial that is lost again and again may be to blame itself; so may be the objective, if no
+    other node makes progress.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
+        # By node, since it last got on: trials, and why; and who has got on since the first.
+        self._lost: dict[str, dict[int, str]] = {}
+        self._others: dict[str, set[str]] = {}
 
     @property
     def any_lost(self) -> bool:
         """Whether there is anything to count: else it makes no difference who gets on."""
-        return bool(self._rows)
+        return bool(self._lost)
 
     def lost(self, node: str, trial: int, cause: str) -> None:
         """A trial was lost there, by no doing of its own that is known."""
-        row = self._rows.setdefault(node, _Row())
-        row.trials[trial] += 1
-        row.cause = cause
+        lost = self._lost.setdefault(node, {})
+        lost.pop(trial, None)  # so that it is the last one
+        lost[trial] = cause
+        self._others.setdefault(node, set())
 
-    def progressed(self, nodes: Iterable[str], trial: int) -> None:
+    def progressed(self, nodes: Iterable[str]) -> None:
         """A trial got on there: it ended an epoch, or ended."""
         for node in nodes:
-            self._rows.pop(node, None)
-            for row in self._rows.values():
-                row.progressed.add(node)
-                row.cleared.add(trial)
+            self._forget(node)
+            for others in self._others.values():
+                others.add(node)
 
     def take_bad(self, there: Collection[str]) -> list[tuple[str, str]]:
         """Return each node that is to be left out, and why; it is named once."""
         bad = [
-            (node, _why(row))
-            for node, row in self._rows.items()
-            if row.number >= MAX_TRIALS_LOST and row.progressed.intersection(there)
+            (node, _why(lost))
+            for node, lost in self._lost.items()
+            if len(lost) >= MAX_TRIALS_LOST and self._others[node].intersection(there)
         ]
         for node, _ in bad:
-            del self._rows[node]
+            self._forget(node)
         return bad
 
+    def _forget(self, node: str) -> None:
+        self._lost.pop(node, None)
+        self._others.pop(node, None)
 
-def _why(row: _Row) -> str:
-    trials = ", ".join(map(str, sorted(row.trials)))
+
+def _why(lost: Mapping[int, str]) -> str:
+    trials, (*_, cause) = ", ".join(map(str, lost)), lost.values()
     return (
-        f"trials were lost there {row.trials.total()} times in a row ({trials}), while others "
-        f"make progress; the last one because {row.cause}"
+        f"trials {trials} were lost there in a row, while others make progress; the last one "
+        f"because {cause}"
     )

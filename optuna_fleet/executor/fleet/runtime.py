@@ -257,12 +257,6 @@ class Runtime:
         self.trainers.kill(device)
 
     @property
-    def are_starting(self) -> bool:
-        """Whether trainers are on their way."""
-        there = self.nodes.devices.keys()
-        return bool(there - self.trainers.live.keys() - self.faults.left_out)
-
-    @property
     def may_grow(self) -> bool:
         """Whether devices may join that were never there, or are lost with their node."""
         awaited = self.nodes.devices.keys() - self.trainers.have_served - self.faults.left_out

@@ -1,8 +1,0 @@
-"""A process that is stopped before it has done anything."""
-
-import os
-import signal
-
-
-def main() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
