@@ -14,12 +14,11 @@ from optuna_fleet.executor.cluster.config import NodeSetup, machine, versions
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
-from optuna_fleet.executor.fleet.nodes import LEASE_S, AgentDue, Node, Nodes
+from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes
 from optuna_fleet.processes import state_in_words
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
-    SIGN_EVERY_S,
     AgentFailed,
     AgentJoining,
     NodeLeaving,
@@ -33,15 +32,8 @@ NOTICE_S = 60.0
 
 _NAMESAKE = (
     "Another node named {name} asks to join: give it another name, as in `optuna-fleet agent "
-    "--name node-2`."
+    "--name node-2`; or start it again when the one that is there is lost."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeDue:
-    """It may be time to let go of a node that is known to leave."""
-
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +80,6 @@ class Agents:
         self._connections = connections
         self._set_up = set_up
         self._faults = faults
-        self._namesakes: dict[str, AgentJoining] = {}  # agents that wait for a name, or have
         self._wanted: int | None = None
         engine.open(connections.invitation, connections.inbox)
         if engine.has_leases:
@@ -139,10 +130,8 @@ class Agents:
     # -- joining ----------------------------------------------------------------------------------
 
     def joining(self, joining: AgentJoining) -> None:
-        """An agent asks to join; it may have to wait for the name, and asks again then."""
+        """An agent asks to join."""
         node = self.nodes.named(joining.node)
-        if node is not None and node.agent == joining.agent:
-            return  # it need not wait any more
         if self._connections.has_ended(joining.agent):  # its successor may be there by now
             self._connections.give_up(joining.agent)
         elif problem := self._objection(joining):
@@ -153,14 +142,6 @@ class Agents:
             cause = "its connection ended"
             gone = AgentUnheard(agent=node.agent, cause=cause, has_successor=True)
             self._connections.give_up(node.agent, gone, joining)
-        elif self._engine.has_leases and joining.agent not in self._namesakes:
-            # The one that is there may be frozen or cut off: its lease tells.
-            self._namesakes[joining.agent] = joining
-            self.inbox.later(LEASE_S + 2 * SIGN_EVERY_S, joining)
-            fleet_logger.info(
-                f"Another node named {joining.node} asks to join: it takes the place of the one "
-                f"that is there, should nothing be heard of that for {LEASE_S:g} s."
-            )
         else:
             self._refuse(joining, _NAMESAKE.format(name=joining.node))
 
@@ -170,17 +151,17 @@ class Agents:
         setup = self._set_up(joining, devices)
         self.nodes.join(joining, devices, is_here=joining.machine == machine())
         self._await(joining.node)
-        self.inbox.put(NoticeDue(node=joining.node))  # if there was one before
+        self.inbox.put(partial(self._leaving, joining.node))  # if it was told before
         self.tell(joining.agent, setup)
 
     def _await(self, name: str) -> None:
         if self.start_s is not None:
-            due = self.nodes[name].due = AgentDue(name)
-            self.inbox.later(self.start_s, due)
+            due = self.nodes[name].due = object()
+            self.inbox.later(self.start_s, partial(self._late, name, due))
 
-    def late(self, due: AgentDue) -> None:
+    def _late(self, name: str, due: object) -> None:
         """An agent is not ready in time: because it is stopped, say."""
-        node = self.nodes[due.node]
+        node = self.nodes[name]
         if node.due is due:
             pid = node.pid if self.nodes.named(node.name) else None
             problem = told_late(f"The agent of node {node.name}", self.start_s, pid)
@@ -218,7 +199,7 @@ class Agents:
         node = self.nodes.named(departure.node)
         if departure.by is not None:
             self.nodes[departure.node].notice = departure
-            return self.leaving(departure.node)
+            return self._leaving(departure.node)
         if node is None:
             self._ended(self._explained(departure))
         else:
@@ -246,9 +227,6 @@ class Agents:
                 self._end(node.name)
         if node is not None:
             self.nodes.leave(node)
-            for joining in self._namesakes.values():
-                if joining.node == node.name:
-                    self.inbox.put(joining)
         return node, told.cause, is_replaced
 
     def _explained(self, departure: Departure) -> Departure:
@@ -268,15 +246,15 @@ class Agents:
         by, cause = time.time() + message.in_s, "its agent was told so by a SIGTERM"
         return self.departs(Departure(node=node.name, cause=cause, by=by))
 
-    def leaving(self, name: str) -> list[NodeLeaving]:
-        """Return a node that will be gone soon; each is told once."""
+    def _leaving(self, name: str) -> list[NodeLeaving]:
+        """Return a node that will be gone soon, or look again then; each is told once."""
         node = self.nodes.named(name)
         if node is None or (notice := node.notice) is None or notice.by is None:
             return []
         left_s = notice.by - NOTICE_S - time.time()
         node.is_leaving = left_s <= 0  # its time limit may have changed
         if not node.is_leaving:
-            self.inbox.later(left_s, NoticeDue(node=name))
+            self.inbox.later(left_s, partial(self._leaving, name))
             return []
         node.notice = None
         at = time.strftime("%H:%M:%S", time.localtime(notice.by))

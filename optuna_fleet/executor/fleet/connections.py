@@ -26,7 +26,7 @@ from optuna_fleet.wire.node_messages import (
     TrainerExited,
     TrainerStarted,
 )
-from optuna_fleet.wire.transfer import OpenTransfer
+from optuna_fleet.wire.transfer import Get, GetDataSets, Put
 
 _ALL = ("", "*", "0.0.0.0", "::")
 _MOST_DESCRIPTORS = 65_536
@@ -79,7 +79,7 @@ class Connections:
         inbox: Where all that happens is put; all here is done in its turns but what is public.
         agents: Channels by incarnation.
         trainers: Channels by process: a device's next trainer is another one.
-        on_transfer: Is given the connections that carry checkpoints.
+        on_transfer: Is given the connections that carry files, and what is asked for there.
     """
 
     def __init__(self, host: str | None = "127.0.0.1", port: int = 0) -> None:
@@ -88,7 +88,7 @@ class Connections:
         credentials = make_credentials()
         self.trainers: dict[ProcessId, Channel] = {}
         self.agents: dict[str, Channel] = {}
-        self.on_transfer: Callable[[Channel], None] = Channel.close
+        self.on_transfer: Callable[[Channel, Any], None] = lambda channel, request: channel.close()
         self._peers: dict[Channel, _Peer] = {}
         self._dead: set[ProcessId] = set()  # of which nothing had come yet
         self._lease_s = math.inf
@@ -187,9 +187,9 @@ class Connections:
             case Heartbeat():
                 self.inbox.put_at_leisure(message)
                 return
-            case OpenTransfer():
+            case Put() | Get() | GetDataSets():
                 self._forget(peer)
-                self.on_transfer(peer.channel)
+                self.on_transfer(peer.channel, message)
                 return
             case AgentJoining():
                 self.agents[message.agent] = peer.channel

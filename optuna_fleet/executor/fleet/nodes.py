@@ -23,13 +23,6 @@ DRIVER_LEASE_S = 6.0
 """Seconds without a word from the driver after which an agent ends, and all its children."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AgentDue:
-    """The agent of this node has had its time to become ready."""
-
-    node: str
-
-
 @dataclass(slots=True, eq=False)
 class Node:
     """A node, whose agents come and go.
@@ -38,7 +31,8 @@ class Node:
         agent: The incarnation of its agent, which has joined, or of the last one.
         devices: Its devices, under their numbers in the fleet.
         pid: Of the agent; None if that is on another machine.
-        due: What comes if the agent is late with its `starting` ones; None if none are awaited.
+        due: The time that counts of those by which the agent should be ready with its `starting`
+            ones; None if none are awaited.
         starting: Devices whose trainers the agent has not tried to start.
         has_worked: A trainer of this agent was ready: another one is worth a try.
         failure: The last words of the agent, if it has failed.
@@ -51,7 +45,7 @@ class Node:
     agent: str = ""
     devices: tuple[Device, ...] = ()
     pid: int | None = None
-    due: AgentDue | None = None
+    due: object = None
     starting: set[int] = field(default_factory=set)
     has_worked: bool = False
     failure: str = ""

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending,
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.executor.fleet.agents import Agents, NodeGone, NoticeDue
+from optuna_fleet.executor.fleet.agents import Agents, NodeGone
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import Faults
-from optuna_fleet.executor.fleet.nodes import AgentDue, Nodes
+from optuna_fleet.executor.fleet.nodes import Nodes
 from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.trainers import TrainerDue, Trainers
+from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
@@ -122,26 +123,22 @@ class Runtime:
                 pass
             case str():
                 fleet_logger.warning(event)
+            case partial():  # what is due
+                news = event() or ()
             case AgentJoining():
                 self._joining(event)
-            case AgentDue():
-                agents.late(event)
             case AgentFailed():
                 agents.failed(event)
             case Departure():
                 news = agents.departs(event)
             case NoticeGiven():
                 news = agents.noticed(event)
-            case NoticeDue():
-                news = agents.leaving(event.node)
             case NodeGone() | AgentUnheard():
                 news = self._lose(event)
             case TrainerStarted():
                 self._trainer_started(event)
             case TrainerReady() if event.problem:
                 self._trainer_is_of_no_use(event)
-            case TrainerDue():
-                self.trainers.late(event)
             case StoreReady():
                 self.rendezvous.ready(event)
                 news = (event,)
