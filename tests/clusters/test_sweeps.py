@@ -1,4 +1,4 @@
-"""One sweep on every kind of cluster, whose nodes fail and are taken: it has the same records.
+"""One sweep on several kinds of clusters, whose nodes fail and are taken: it has the same records.
 
 On nodes that reach each other by a network only it is `test_nodes_apart`.
 """
@@ -18,9 +18,8 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet import FleetExecutor, HarvestCluster, LocalCluster, RayCluster, SlurmCluster
+from optuna_fleet import FleetExecutor, HarvestCluster, LocalCluster, SlurmCluster
 from tests.clusters import recorded
-from tests.clusters.ray_nodes import ray_cluster
 from tests.clusters.slurm_lab import SlurmLab
 from tests.executor.test_nodes import runtime_of
 from tests.fleets import small_pipeline
@@ -35,7 +34,6 @@ class Case:
     """
 
     cluster: Any
-    devices: int | None = 1
     has_notices: bool = True
     crash: Callable[[str, int], object] = lambda name, pid: os.kill(pid, signal.SIGKILL)
 
@@ -61,17 +59,6 @@ def _harvest(request: pytest.FixtureRequest) -> Iterator[Case]:
     lab.wait_for(lambda: not lab.queue())
 
 
-@contextlib.contextmanager
-def _ray(request: pytest.FixtureRequest) -> Iterator[Case]:
-    with ray_cluster(cpus=(0, 1, 1, 1)) as nodes:
-
-        def crash(name: str, pid: int) -> None:
-            [node] = [n for n in nodes.cluster.worker_nodes if name.endswith(n.node_id[:8])]
-            nodes.remove(node)
-
-        yield Case(cluster=RayCluster(address=nodes.address), devices=None, crash=crash)
-
-
 def wait(gate: Path, epoch: int) -> None:
     """No trial ends before the driver has noticed that the node has failed."""
     until(lambda: epoch < 5 or gate.exists())
@@ -83,7 +70,7 @@ def undisturbed() -> list[float]:
 
 
 @pytest.mark.usefixtures("forked_agents")
-@pytest.mark.parametrize("kind", [_local, _slurm, _harvest, _ray])
+@pytest.mark.parametrize("kind", [_local, _slurm, _harvest])
 def test_no_node_that_fails_or_is_taken_costs_a_result(
     kind: Any,
     request: pytest.FixtureRequest,
@@ -97,7 +84,7 @@ def test_no_node_that_fails_or_is_taken_costs_a_result(
     with (
         kind(request) as case,
         FleetExecutor(
-            small_pipeline(), devices=case.devices, device_type="cpu", cluster=case.cluster
+            small_pipeline(), devices=1, device_type="cpu", cluster=case.cluster
         ) as fleet,
     ):
         names: list[str] = []
