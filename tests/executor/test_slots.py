@@ -13,7 +13,7 @@ from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.config import environment
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.fleet.nodes import Nodes
+from optuna_fleet.executor.fleet.agents import Nodes
 from optuna_fleet.resources import Device, needs_gloo
 from optuna_fleet.trainer import groups
 from optuna_fleet.wire.node_messages import AgentJoining

@@ -13,9 +13,8 @@ from functools import partial
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.fleet.agents import Agents, told_late
+from optuna_fleet.executor.fleet.agents import Agents, Node, told_late
 from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
-from optuna_fleet.executor.fleet.nodes import Node
 from optuna_fleet.processes import state_in_words
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import KillTrainer, ProcessId
