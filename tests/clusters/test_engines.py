@@ -19,7 +19,7 @@ import pytest
 from optuna_fleet import FleetConfigError, LaunchError, LocalCluster, processes
 from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
-from optuna_fleet.executor.cluster.engine import Engine
+from optuna_fleet.executor.cluster.engine import Engine, PlacingEngine
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm import harvest
@@ -247,3 +247,59 @@ def test_one_that_can_place_nothing_says_what_to_do(case: Case) -> None:
     with pytest.raises((LaunchError, FleetConfigError)) as error, Hub(case.hopeless()) as hub:
         hub.wait_for(lambda: False)
     assert len(str(error.value)) > 30
+
+
+# -- no thread of theirs dies unheard -------------------------------------------------------------
+
+INVITATION = Invitation(addresses=(("127.0.0.1", 1),), credentials=b"")
+
+
+class Failing(PlacingEngine):
+    """Whose scheduler answers what nobody has foreseen; notes that it ends its agents."""
+
+    has_left = False
+
+    def _act(self) -> float:
+        raise KeyError("nothing")
+
+    def _leave(self) -> None:
+        self.has_left = True
+
+
+def told_by(engine: Engine) -> str:
+    """What the driver is told of an engine that can't go on."""
+    with contextlib.closing(Inbox()) as inbox:
+        engine.open(INVITATION, inbox)
+        with pytest.raises(LaunchError) as told:
+            list(iter(inbox.get, "never"))
+    engine.close()
+    return str(told.value)
+
+
+def test_what_goes_wrong_as_a_scheduler_is_asked_is_told() -> None:
+    engine = Failing("Nobody")
+    assert told_by(engine) == "Nobody can't place agents any more: KeyError: 'nothing'"
+    assert engine.has_left
+
+
+def test_an_srun_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    engine = SlurmEngine("1", ("agent",), notice_s=1.0)
+    for _ in range(2):
+        assert "`srun` can't be started" in told_by(engine)
+        assert not engine.expected()
+
+
+def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(options: Any, threads: int) -> ModuleProcess:
+        if started:
+            raise LaunchError("too many processes")
+        started.append(ModuleProcess("tests.clusters.stub_agent", None, environment={}))
+        return started[0]
+
+    started: list[ModuleProcess] = []
+    monkeypatch.setattr(local, "AgentProcess", process)
+    options: Any = SimpleNamespace(devices=1, device_type="cpu")
+    engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
+    assert "too many processes" in told_by(engine)

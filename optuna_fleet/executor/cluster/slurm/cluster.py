@@ -26,9 +26,8 @@ from optuna_fleet.executor.cluster.slurm.commands import (
     agent_command,
     ask_allocation,
     in_a_step,
-    may_pass,
+    is_put_off,
     node_names,
-    refusal,
     without_options,
 )
 from optuna_fleet.executor.given import Options
@@ -302,12 +301,11 @@ class SlurmEngine(Engine):
         code = srun.wait()
         said = "".join(node.said)
         self._how = f"ended with {cause_of_death(code)}. It said:\n{said}"
-        refused = refusal(said)
         if self._nodes.get(node.name) is not node:
             return
         if self._ending or any(sign in said for sign in _GONE):
             self._lose(node, "Slurm says that it is gone")
-        elif refused is not None and may_pass(refused):
+        elif is_put_off(said):
             self._inbox.call_later(_PUT_OFF_S, self._start, node)
         else:
             exit_code = 128 - code if code > 128 else code  # so it says by which signal
