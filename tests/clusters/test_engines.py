@@ -1,4 +1,4 @@
-"""What every engine does, whatever it places agents with."""
+"""What every engine does, whatever it places agents with; that of Ray is in `test_ray`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.engine import Engine, PlacingEngine
 from optuna_fleet.executor.cluster.join import JoinEngine
-from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm import harvest
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
@@ -29,7 +28,6 @@ from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 from tests.clusters.hub import AGENT, Hub
-from tests.clusters.ray_nodes import ray_cluster
 from tests.clusters.slurm_lab import SlurmLab, on_path
 
 NODES = ("one", "two", "three")
@@ -104,14 +102,6 @@ def _join(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
-def _ray(request: pytest.FixtureRequest) -> Iterator[Case]:
-    with ray_cluster(cpus=(2, 1, 1)) as cluster:
-        ray_module().init(address=cluster.address, logging_level="WARNING")  # once for all
-        yield Case(engine=cluster.engine, hopeless=lambda: cluster.engine(cpus_per_node=3))
-        ray_module().shutdown()
-
-
-@contextlib.contextmanager
 def _slurm(request: pytest.FixtureRequest) -> Iterator[Case]:
     with _idle_lab(request) as lab, pytest.MonkeyPatch.context() as patch:
         lab.run("salloc", "--no-shell", "--no-kill", "--nodes=3")
@@ -151,7 +141,6 @@ def _idle_lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
 _CASES = {
     "local": _local,
     "join": _join,
-    "ray": _ray,
     "slurm": _slurm,
     "harvest": _harvest,
 }
@@ -172,6 +161,11 @@ def _wait_until_ended(pids: list[int]) -> None:
 
 
 def test_agents_are_placed_and_watched_and_ended(case: Case) -> None:
+    live(case)
+
+
+def live(case: Case) -> None:
+    """The life of an engine."""
     case.engine().close()  # though it was never opened
     with Hub(case.engine()) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 3)

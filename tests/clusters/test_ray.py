@@ -15,29 +15,37 @@ import pytest
 
 from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, RayCluster
 from optuna_fleet.executor.cluster import ray as ray_adapter
-from optuna_fleet.executor.cluster.ray import RayEngine
+from optuna_fleet.executor.cluster.ray import RayEngine, ray_module
 from tests.clusters import recorded
 from tests.clusters.forks import agents_are_forked, forking
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import RayNodes, ray_cluster
+from tests.clusters.test_engines import Case, live
 from tests.fleets import small_pipeline
 from tests.nursery import Nursery
 
 
 @pytest.fixture(scope="module")
 def ray_nodes(nursery: Nursery) -> Iterator[RayNodes]:
-    with forking(nursery), ray_cluster(cpus=(1, 2)) as nodes:
+    with forking(nursery), ray_cluster(cpus=(2, 1, 1)) as nodes:
         yield nodes
+
+
+def test_agents_are_placed_and_watched_and_ended(ray_nodes: RayNodes) -> None:
+    ray_module().init(address=ray_nodes.address, logging_level="WARNING")  # once for all
+    live(Case(engine=ray_nodes.engine, hopeless=None))
+    with pytest.raises(LaunchError, match=r"No node .* has 3 CPUs"):
+        Hub(ray_nodes.engine(cpus_per_node=3)).__enter__()
+    ray_module().shutdown()
 
 
 def test_missing_nodes_are_awaited(ray_nodes: RayNodes) -> None:
     with Hub(ray_nodes.engine(num_nodes=4, cpus_per_node=1)) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        added = [ray_nodes.add(cpus=2) for _ in range(2)]
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        added = ray_nodes.add(cpus=2)
         hub.wait_for(lambda: len(hub.nodes()) == 4)
         assert len(set(hub.nodes())) == 4
-    for node in added:
-        ray_nodes.cluster.remove_node(node)
+    ray_nodes.cluster.remove_node(added)
 
 
 def test_an_agent_dies_with_its_actor(ray_nodes: RayNodes) -> None:
@@ -61,7 +69,7 @@ _DRIVER = """
 import queue, sys
 from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
 from optuna_fleet.wire.invitation import Invitation
-engine = RayEngine(RayCluster(address=sys.argv[1]), (sys.argv[2],), "cpu")
+engine = RayEngine(RayCluster(address=sys.argv[1], num_nodes=1), (sys.argv[2],), "cpu")
 engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()), queue.SimpleQueue())
 sys.stdin.read()
 """
@@ -89,7 +97,7 @@ class _ElsewhereEngine(RayEngine):
 def test_agents_end_with_the_driver(ray_nodes: RayNodes) -> None:
     engine = _ElsewhereEngine(RayCluster(address=ray_nodes.address), AGENT[1:])
     with Hub(engine) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        hub.wait_for(hub.nodes)
         engine.driver.kill()
         hub.wait_for(lambda: not hub.agents)  # their connections are to this process, which lives
 
@@ -102,8 +110,8 @@ def test_a_ray_that_was_there_stays_and_is_missed(ray_nodes: RayNodes) -> None:
     with pytest.raises(LaunchError, match=rf"connected to {ray_nodes.address}, not to 10"):
         Hub(elsewhere).__enter__()
     for is_shut_down in (False, True):
-        with Hub(RayEngine(RayCluster(), AGENT[1:], "cpu")) as hub:
-            hub.wait_for(lambda: len(hub.nodes()) == 2)
+        with Hub(RayEngine(RayCluster(num_nodes=1), AGENT[1:], "cpu")) as hub:
+            hub.wait_for(hub.nodes)
             if is_shut_down:
                 ray.shutdown()
                 with pytest.raises(LaunchError, match=r"more: ray\.shutdown"):

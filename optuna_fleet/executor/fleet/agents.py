@@ -203,7 +203,6 @@ class Agents:
         self._connections = connections
         self._set_up = set_up
         self._faults = faults
-        self._wanted: int | None = None
         engine.open(connections.invitation, connections.inbox)
         if engine.has_leases:
             connections.keep_leases(LEASE_S)
@@ -433,9 +432,7 @@ class Agents:
         nodes, num_there = None, len(self.nodes.devices)
         if num_devices is not None and num_there:
             nodes = math.ceil(num_devices * len(self.nodes) / num_there)
-        if nodes != self._wanted:
-            self._wanted = nodes
-            self._engine.want(nodes)
+        self._engine.want(nodes)
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node, whose end is heard of, be it out of the engine's reach."""
