@@ -696,6 +696,7 @@ def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers
     assert [one for one in got if isinstance(one, int)] == list(range(500))
     assert "of the agent" in got[:-1]
     assert got[-1] == "lost"
+    assert not peers.connections._peers
     with pytest.raises((EOFError, OSError)):
         peers.agent.receive()
 

@@ -73,16 +73,6 @@ def test_a_queue_that_can_not_be_asked_ends_nothing(allocate, monkeypatch) -> No
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
 
 
-def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
-    array = slurm.submit("sleep 1000", "--array=0-3", "--exclusive")
-    slurm.wait_for(lambda: list(slurm.queue().values()) == ["RUNNING"] * 4)
-    jobs = slurm.run("squeue", "-h", "-o", "%A %N").splitlines()
-    (node,) = [line.split()[1] for line in jobs if line.split()[0] == array]  # as the array itself
-    monkeypatch.setenv("SLURM_JOB_NODELIST", node)
-    with hub_of(array) as hub:
-        hub.wait_for(lambda: hub.nodes() == [node])
-
-
 def refusing_once(why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """While there is this file, the next srun fails, and removes it."""
     refuses, srun = folder / "refuses", folder / "srun"
