@@ -30,8 +30,8 @@ from optuna_fleet.exceptions import FleetConfigError, LaunchError, ProtocolError
 from optuna_fleet.executor.cluster.config import machine, versions
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.resources import Device
-from optuna_fleet.wire import addresses
 from optuna_fleet.wire import channel as channels
+from optuna_fleet.wire import invitation as invitations
 from optuna_fleet.wire import listener as listeners
 from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.inbox import Inbox
@@ -573,10 +573,10 @@ def test_who_listens_on_all_is_reached_at_each_address() -> None:
 
 
 def test_an_address_of_this_machine_has_its_interface() -> None:
-    assert addresses.interface_of("127.0.0.1") == "lo"
-    assert addresses.interface_of("203.0.113.7") == ""
+    assert invitations.interface_of("127.0.0.1") == "lo"
+    assert invitations.interface_of("203.0.113.7") == ""
     names = {name for _, name in socket.if_nameindex()}
-    assert {addresses.interface_of(address) for address in addresses.own_addresses()} <= names
+    assert {invitations.interface_of(address) for address in invitations.own_addresses()} <= names
 
 
 def test_an_address_that_can_not_be_had_is_an_error_that_says_so() -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from optuna_fleet.wire.addresses import own_addresses
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.inbox import Inbox
-from optuna_fleet.wire.invitation import Invitation, make_credentials
+from optuna_fleet.wire.invitation import Invitation, make_credentials, own_addresses
 from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.messages import Heartbeat, TrainerReady
 from optuna_fleet.wire.node_messages import (

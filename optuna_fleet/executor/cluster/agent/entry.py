@@ -35,9 +35,8 @@ from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.processes import clean_up_after_parent, end_session, flush_prints, preload
 from optuna_fleet.resources import cpu_count
-from optuna_fleet.wire.addresses import interface_of
 from optuna_fleet.wire.channel import Channel, connect
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, interface_of
 from optuna_fleet.wire.node_messages import AgentFailed, AgentJoining, Refused, SignOfLife
 from optuna_fleet.wire.transfer import GetDataSets, receive_file
 
