@@ -1,8 +1,9 @@
-"""The control channel against strangers, and against trainers that die at a bad moment."""
+"""The control channel: strangers, who is in between, and trainers that die at a bad moment."""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import os
 import pickle
@@ -15,7 +16,8 @@ import struct
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +26,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.exceptions import LaunchError, ProtocolError
+from optuna_fleet.exceptions import FleetConfigError, LaunchError, ProtocolError
 from optuna_fleet.executor.cluster.config import machine, versions
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
+from optuna_fleet.wire import invitation as invitations
 from optuna_fleet.wire import listener as listeners
 from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.inbox import Inbox
@@ -129,44 +132,44 @@ def hangs_up(sock: socket.socket) -> bool:
 
 def tls_pair() -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
     """Two connected sockets of one sweep."""
-    ends = [
+    mine, theirs = tls_ends(*socket.socketpair())
+    shake_hands(mine, theirs)
+    return mine, theirs
+
+
+def tls_ends(*socks: socket.socket) -> list[ssl.SSLSocket]:
+    """A client's end of a connection and a server's, of one sweep, before the handshake."""
+    for sock in socks:
+        sock.setblocking(False)
+    return [
         tls_context(CREDENTIALS, is_server=is_server).wrap_socket(
             sock, server_side=is_server, do_handshake_on_connect=False
         )
-        for is_server, sock in enumerate(map(unblocked, socket.socketpair()))
+        for sock, is_server in zip(socks, (False, True), strict=True)
     ]
+
+
+def shake_hands(*ends: ssl.SSLSocket, between: Callable[[], None] = lambda: None) -> None:
     for end in ends * 2:
+        between()
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
-    return ends[0], ends[1]
-
-
-def unblocked(sock: socket.socket) -> socket.socket:
-    sock.setblocking(False)
-    return sock
-
-
-def raw(channel: Channel) -> socket.socket:
-    """What is below the TLS of a channel."""
-    return socket.socket(fileno=os.dup(channel.fileno()))
 
 
 def test_who_waits_for_a_machine_that_has_vanished_is_told_in_five_minutes(
     welcomed: Welcomed,
 ) -> None:
-    mine, theirs = welcomed.pair()
-    with raw(theirs) as sock:
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    with raw(mine) as sock:
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        idle_s, every_s, number = (
-            sock.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        )
+    ends = welcomed.pair()
+    mine, theirs = (socket.socket(fileno=os.dup(end.fileno())) for end in ends)
+    with mine, theirs:
+        for sock in (mine, theirs):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert mine.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, every_s, number = (mine.getsockopt(socket.IPPROTO_TCP, one) for one in options)
     assert idle_s + number * every_s == 300
-    mine.close()
-    theirs.close()
+    for end in ends:
+        end.close()
 
 
 def trusting(credentials: bytes | None) -> ssl.SSLContext:
@@ -211,26 +214,21 @@ def test_an_older_tls_is_refused(welcomed: Welcomed) -> None:
 def test_a_client_refuses_what_is_no_driver(
     words: bytes, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "HANDSHAKE_LIMIT_S", 1.0)
+    monkeypatch.setattr(channels, "HANDSHAKE_LIMIT_S", 0.5)
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as sock:
+                    sock.sendall(words)
+                    assert not words or hangs_up(sock)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        done = threading.Event()
-
-        def answer() -> None:
-            server.settimeout(0.1)
-            while not done.is_set():
-                with contextlib.suppress(OSError):
-                    sock, _ = server.accept()
-                    with sock:
-                        sock.sendall(words)
-                        sock.settimeout(1.0)
-                        while words and sock.recv(1 << 12):
-                            pass
-
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises((ProtocolError, ConnectionError), match=complaint):
             connect(Invitation(addresses=(server.getsockname(),), credentials=CREDENTIALS))
-        done.set()
+        server.shutdown(socket.SHUT_RDWR)
         thread.join(PATIENCE_S)
 
 
@@ -275,15 +273,24 @@ def client_hello() -> bytes:
     return sent.read()
 
 
-def test_half_open_connections_keep_nobody_out(welcomed: Welcomed) -> None:
+def test_strangers_keep_nobody_out_and_take_no_memory_and_no_thread(welcomed: Welcomed) -> None:
     """More than are waited for at a time; and those who wait longest go first."""
+    assert welcomed.works()
+    threads = threading.active_count()
+    tracemalloc.start()
     with contextlib.ExitStack() as open_ones:
         crowd = [open_ones.enter_context(stranger(welcomed.address)) for _ in range(300)]
-        crowd[0].settimeout(PATIENCE_S)
+        for sock, prefix in zip(crowd[-30:], GARBAGE[1:4] * 10, strict=True):
+            with contextlib.suppress(OSError):
+                sock.sendall(prefix + bytes(1 << 18))
+        crowd[-31].sendall(client_hello()[:3])
         assert hangs_up(crowd[0])
-        crowd[-1].sendall(client_hello()[:3])
         assert welcomed.works()
+        assert threading.active_count() <= threads
         assert len(welcomed.listener._applicants) <= 128
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 << 20
 
 
 def test_of_a_crowd_that_comes_at_once_none_is_refused(
@@ -307,12 +314,8 @@ def test_a_stalled_handshake_is_dropped(
     welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte now and then is no excuse."""
-    with (
-        monkeypatch.context() as patch,
-        stranger(welcomed.address) as silent,
-        stranger(welcomed.address) as slow,
-    ):
-        patch.setattr(listeners, "HANDSHAKE_LIMIT_S", 1.0)
+    monkeypatch.setattr(listeners, "HANDSHAKE_LIMIT_S", 1.0)
+    with stranger(welcomed.address) as silent, stranger(welcomed.address) as slow:
         slow.settimeout(0.1)
         with contextlib.suppress(ConnectionError):
             for byte in client_hello():
@@ -321,23 +324,6 @@ def test_a_stalled_handshake_is_dropped(
                     if not slow.recv(4096):
                         break
         assert hangs_up(silent)
-    assert welcomed.works()
-
-
-def test_a_stranger_takes_no_memory_and_no_thread(welcomed: Welcomed) -> None:
-    assert welcomed.works()
-    threads = threading.active_count()
-    tracemalloc.start()
-    with contextlib.ExitStack() as open_ones:
-        for prefix in (struct.pack("!Q", 1 << 40), struct.pack("!i", 0x7FFFFFFF), HELLO) * 10:
-            sock = open_ones.enter_context(stranger(welcomed.address))
-            with contextlib.suppress(OSError):
-                sock.sendall(prefix + bytes(1 << 18))
-        assert threading.active_count() <= threads
-        assert welcomed.works()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2 << 20
 
 
 class Bomb:
@@ -472,8 +458,143 @@ def test_a_message_that_is_too_large_says_what_to_do(
     monkeypatch.setattr(channels, "_MAX_BYTES", 100)
     with pytest.raises(ProtocolError, match="SharedPipeline"):
         pair[0].send(b"x" * 500)
-    pair[0].send("goes on")
-    assert pair[1].receive() == "goes on"
+
+
+# -- who is in between ----------------------------------------------------------------------------
+
+
+class Relay:
+    """Is between a client and a server: hears all that the client says, and may alter a byte."""
+
+    def __init__(self, place: int = -1, bits: int = 1) -> None:
+        self.heard = bytearray()
+        self.place, self._bits = place, bits
+        (client, self._near), (self._far, server) = (socket.socketpair() for _ in range(2))
+        self._ends = tls_ends(client, server)
+
+    def channels(self) -> tuple[Channel, Channel]:
+        shake_hands(*self._ends, between=self.pass_on)
+        mine, theirs = map(Channel, self._ends)
+        return mine, theirs
+
+    def pass_on(self) -> None:
+        """What was said by now."""
+        with contextlib.suppress(BlockingIOError):
+            while data := bytearray(self._near.recv(1 << 16, socket.MSG_DONTWAIT)):
+                self.heard += data
+                if 0 <= (at := self.place - len(self.heard) + len(data)) < len(data):
+                    data[at] ^= self._bits
+                self._far.sendall(data)
+        with contextlib.suppress(BlockingIOError):
+            while data := bytearray(self._far.recv(1 << 16, socket.MSG_DONTWAIT)):
+                self._near.sendall(data)
+
+    def close(self) -> None:
+        for sock in (*self._ends, self._near, self._far):
+            sock.close()
+
+
+def test_a_capture_holds_no_message() -> None:
+    secret = b"the objective, in the clear"
+    with contextlib.closing(Relay()) as relay:
+        mine, theirs = relay.channels()
+        for message in (secret, {"value": secret * 5000}, [secret]):
+            mine.post(message)
+            while not theirs.has_message():
+                mine.flush()
+                relay.pass_on()
+            assert theirs.receive() == message
+    assert len(relay.heard) > 5000 * len(secret)
+    assert secret not in relay.heard
+
+
+@settings(max_examples=60)
+@given(place=st.integers(0, 1500), bits=st.integers(1, 255))
+def test_what_is_altered_is_never_heard(place: int, bits: int) -> None:
+    """Neither in the handshake nor after it; what came before it is."""
+    heard: list[int] = []
+    with contextlib.closing(Relay(place, bits)) as relay, contextlib.suppress(OSError):
+        mine, theirs = relay.channels()
+        for number in range(3):
+            mine.post(number)
+        relay.pass_on()
+        while theirs.has_message():
+            heard.append(theirs.receive())
+    assert heard == list(range(len(heard)))
+
+
+@pytest.mark.parametrize("place", [5, 40, 145])
+def test_a_record_that_was_altered_cuts_the_connection(place: int) -> None:
+    """Counted from the first byte of the message."""
+    with contextlib.closing(Relay()) as relay:
+        mine, theirs = relay.channels()
+        relay.place = len(relay.heard) + place
+        mine.post("x" * 150)
+        relay.pass_on()
+        with pytest.raises(ConnectionAbortedError, match="tampered"):
+            theirs.receive()
+
+
+# -- addresses ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[tuple[str, int]]:
+    """An address where nobody listens, nor can meanwhile."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()
+
+
+def test_addresses_are_tried_in_their_order_and_the_error_names_each(welcomed: Welcomed) -> None:
+    with contextlib.closing(Welcomed(OTHERS)) as other, closed_port() as refusing:
+        tried = (refusing, other.address)
+        invitation = replace(welcomed.invitation, addresses=tried)
+        with pytest.raises(ProtocolError) as raised:
+            connect(invitation)
+        assert f"127.0.0.1:{refusing[1]}: Connection refused" in str(raised.value)
+        assert f"127.0.0.1:{other.address[1]}: its certificate is not" in str(raised.value)
+        with pytest.raises(ConnectionRefusedError, match="Does it run"):
+            connect(replace(invitation, addresses=(refusing,)))
+        connect(replace(invitation, addresses=(*tried, welcomed.address))).close()
+    welcomed.channels.get(timeout=PATIENCE_S).close()
+
+
+def test_who_listens_on_all_is_reached_at_each_address() -> None:
+    with contextlib.closing(Connections(host=None)) as connections:
+        found, port = connections.invitation.addresses, connections.port
+        assert {chosen for _, chosen in found} == {port}
+        for address in (*found, ("127.0.0.1", port)):
+            connect(replace(connections.invitation, addresses=(address,))).close()
+    hosts = [host for host, _ in found]
+    assert hosts == ["127.0.0.1"] or not any(
+        ipaddress.ip_address(host).is_loopback for host in hosts
+    )
+
+
+def test_an_address_of_this_machine_has_its_interface() -> None:
+    assert invitations.interface_of("127.0.0.1") == "lo"
+    assert invitations.interface_of("203.0.113.7") == ""
+    names = {name for _, name in socket.if_nameindex()}
+    assert {invitations.interface_of(address) for address in invitations.own_addresses()} <= names
+
+
+def test_an_address_that_can_not_be_had_is_an_error_that_says_so() -> None:
+    files = set(os.listdir("/proc/self/fd"))
+    with contextlib.closing(Connections()) as first, pytest.raises(FleetConfigError) as raised:
+        Connections(port=first.port)
+    assert f"can't listen on 127.0.0.1:{first.port}" in str(raised.value)
+    with pytest.raises(FleetConfigError, match=r"can't listen on no\.such\.host\.invalid"):
+        Connections("no.such.host.invalid")
+    assert set(os.listdir("/proc/self/fd")) <= files
+
+
+def test_the_key_is_in_no_file_and_no_repr() -> None:
+    files = set(os.listdir("/proc/self/fd"))
+    invitation = Invitation(addresses=(), credentials=make_credentials())
+    assert set(os.listdir("/proc/self/fd")) <= files
+    assert "PRIVATE" not in repr(invitation)
+    assert invitation.credentials != make_credentials()
 
 
 # -- the connections ------------------------------------------------------------------------------
@@ -575,6 +696,7 @@ def test_all_that_a_node_has_said_comes_before_the_news_of_its_loss(peers: Peers
     assert [one for one in got if isinstance(one, int)] == list(range(500))
     assert "of the agent" in got[:-1]
     assert got[-1] == "lost"
+    assert not peers.connections._peers
     with pytest.raises((EOFError, OSError)):
         peers.agent.receive()
 

@@ -26,7 +26,7 @@ from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S
+from optuna_fleet.executor.fleet.agents import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.executor.given import Options
 from optuna_fleet.preflight.findings import Findings, digest

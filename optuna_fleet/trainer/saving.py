@@ -33,7 +33,7 @@ from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import CheckpointFailed, Place, RunTrial
 from optuna_fleet.wire.node_messages import Refused
 from optuna_fleet.wire.packing import pack, plain
-from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, receive_file, send_file
+from optuna_fleet.wire.transfer import Get, Put, receive_file, send_file
 
 Make = Callable[[], Captured]
 
@@ -361,7 +361,6 @@ class RunFiles:
     def _connected(self) -> Iterator[Channel]:
         channel = self._dial()
         try:
-            channel.send(OpenTransfer())
             yield channel
         finally:
             channel.close()

@@ -1,14 +1,20 @@
 """Who belongs to a sweep: whoever has its throw-away certificate and key, by an invitation.
 
-Both ends of every connection show this certificate, and take no other: mutual TLS 1.3.
+Both ends of every connection show this certificate, and take no other: mutual TLS 1.3. Also the
+network addresses of this machine, where its driver can be reached.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
+import fcntl
+import ipaddress
 import os
+import socket
 import ssl
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +25,8 @@ from optuna_fleet.files import replacing
 
 _JOIN = "OPTUNA_FLEET_JOIN"
 _TOKEN = "OPTUNA_FLEET_TOKEN"
+_SIOCGIFADDR = 0x8915
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +131,48 @@ def _is_name(host: str) -> bool:
         return bool(host.encode("idna"))
     except UnicodeError:
         return False
+
+
+def own_addresses() -> tuple[str, ...]:
+    """IPv4 and IPv6 addresses of this machine, the likeliest first; loopback if there is no other.
+
+    Of an interface, the first IPv4 address; none that hold on one link only.
+    """
+    here = (address for address, _ in _addresses())
+    found = [str(one) for one in here if not (one.is_loopback or one.is_link_local)]
+    default = _towards_others()
+    return tuple(sorted(found or ["127.0.0.1"], key=lambda address: address != default))
+
+
+def interface_of(host: str) -> str:
+    """Name of the network interface that has this address, or ""."""
+    wanted = ipaddress.ip_address(host)
+    found = (name for address, name in _addresses() if address == wanted)
+    return "lo" if wanted.is_loopback else next(found, "")
+
+
+def _addresses() -> list[tuple[_Address, str]]:
+    """Addresses of this machine, each with its interface."""
+    found: list[tuple[_Address, str]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                asked = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, asked)
+                found.append((ipaddress.IPv4Address(answer[20:24]), name))
+    with contextlib.suppress(OSError):  # no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            fields = line.split()
+            found.append((ipaddress.IPv6Address(bytes.fromhex(fields[0])), fields[5]))
+    return found
+
+
+def _towards_others() -> str:
+    """The address that packets to the world would have; none is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        with contextlib.suppress(OSError):
+            sock.connect(("192.0.2.1", 9))
+        return str(sock.getsockname()[0])
 
 
 def make_credentials() -> bytes:

@@ -35,7 +35,7 @@ _NO_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICA
 class _Applicant:
     sock: ssl.SSLSocket
     address: str
-    deadline: float
+    since: float
 
 
 class Listener:
@@ -68,7 +68,6 @@ class Listener:
         self._num_refused = 0
         self._refused = ""
         self._is_quiet = False
-        self._will_look = False  # who is late
         self._socket = _bound(host, port)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
@@ -97,7 +96,7 @@ class Listener:
 
     def _has_accepted(self) -> bool:
         if len(self._applicants) >= _MAX_APPLICANTS:
-            left_s = self._applicants[0].deadline - time.monotonic() - HANDSHAKE_LIMIT_S + _TURN_S
+            left_s = self._applicants[0].since + _TURN_S - time.monotonic()
             if left_s > 0:  # all have come just now, as when a large fleet starts
                 self._pause(left_s)
                 return False
@@ -124,24 +123,12 @@ class Listener:
             sock.close()
             self._note_refusal(f"{address} hung up before it had proved itself")
             return
-        deadline = time.monotonic() + HANDSHAKE_LIMIT_S
-        applicant = _Applicant(sock=tls, address=address, deadline=deadline)
+        applicant = _Applicant(sock=tls, address=address, since=time.monotonic())
         self._applicants.append(applicant)
-        self._look_for_late()
+        late = "did not prove itself in time"
+        self._inbox.call_later(HANDSHAKE_LIMIT_S, self._refuse, applicant, late)
         self._inbox.watch(tls.fileno(), select.EPOLLIN, partial(self._hear, applicant))
         self._hear(applicant)  # its first words may be there
-
-    def _look_for_late(self) -> None:
-        if self._applicants and not self._will_look:
-            self._will_look = True
-            left_s = self._applicants[0].deadline - time.monotonic()
-            self._inbox.call_later(left_s, self._refuse_late)
-
-    def _refuse_late(self) -> None:
-        self._will_look = False
-        while self._applicants and self._applicants[0].deadline <= self._inbox.now:
-            self._refuse(self._applicants[0], "did not prove itself in time")
-        self._look_for_late()
 
     def _hear(self, applicant: _Applicant, events: int = 0) -> None:
         try:
@@ -157,6 +144,8 @@ class Listener:
         self._on_connect(channel)
 
     def _refuse(self, applicant: _Applicant, why: str) -> None:
+        if applicant not in self._applicants:
+            return
         self._forget(applicant)
         applicant.sock.close()
         self._note_refusal(f"{applicant.address} {why}")

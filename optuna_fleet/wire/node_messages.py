@@ -64,9 +64,13 @@ class SignOfLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillTrainer:
-    """Kill a trainer if it still lives; the agent starts a new one in its place."""
+    """Kill the trainer of a device, if it is still this one; another is started in its place.
 
-    pid: int
+    Without a `pid` it is whoever there is, and no other is started any more.
+    """
+
+    device: int
+    pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +106,6 @@ class EndCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOut:
-    """Have no trainer for this device any more."""
-
-    device: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStore:
     """Start the store where the ranks of a trial find each other; answer with `StoreReady`.
 
@@ -131,7 +128,7 @@ class Quit:
     """End the process (agent: and all its children)."""
 
 
-# -- agent to driver ------------------------------------------------------------------------------
+# -- agent to driver; a sentence for the user is sent as it is ------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,13 +237,6 @@ class ChunksShared:
     """This node gives its chunks to others who connect there."""
 
     peer: Peer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineNotice:
-    """Something about the node that the user should know, as a sentence."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

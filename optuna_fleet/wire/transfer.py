@@ -1,8 +1,8 @@
 """How a checkpoint travels between a trainer and the driver's folder, where no disk is shared.
 
 Likewise the data sets, to agents on other machines. On a connection of its own to the driver's
-listener, which `OpenTransfer` begins. A file goes in pieces, of which the last is empty; neither
-end keeps more than one.
+listener, which `Put`, `Get` or `GetDataSets` begins. A file goes in pieces, of which the last is
+empty; neither end keeps more than one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from optuna_fleet.wire.node_messages import Refused
 
 PIECE_BYTES = 1 << 20
 _SILENCE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenTransfer:
-    """First message: this connection is neither an agent's nor a trainer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +82,10 @@ class TransferServer:
         self._at_work: dict[threading.Thread, Channel] = {}
         self._is_closed = False
 
-    def serve(self, channel: Channel) -> None:
+    def serve(self, channel: Channel, request: Put | Get | GetDataSets) -> None:
         """Serve what a connection asks for, in the background, and close it then."""
         thread = threading.Thread(
-            target=self._serve, args=(channel,), name="optuna-fleet-transfer", daemon=True
+            target=self._serve, args=(channel, request), name="optuna-fleet-transfer", daemon=True
         )
         with self._lock:
             try:
@@ -114,9 +109,9 @@ class TransferServer:
 
     # -- on a thread ------------------------------------------------------------------------------
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: Channel, request: Put | Get | GetDataSets) -> None:
         try:
-            self._answer(channel, _next(channel))
+            self._answer(channel, request)
             while True:  # until the other end has read all, and leaves
                 _next(channel)
         except (EOFError, OSError):
@@ -124,7 +119,7 @@ class TransferServer:
         finally:
             channel.close()
 
-    def _answer(self, channel: Channel, request: Any) -> None:
+    def _answer(self, channel: Channel, request: Put | Get | GetDataSets) -> None:
         try:
             path = self._path_of(request)
             if isinstance(request, Get | GetDataSets):
@@ -137,12 +132,12 @@ class TransferServer:
         except CheckpointError as error:
             channel.send(Refused(problem=str(error)))
 
-    def _path_of(self, request: Any) -> Path:
+    def _path_of(self, request: Put | Get | GetDataSets) -> Path:
         if isinstance(request, GetDataSets):
             if (path := self._data_sets()) is None:
                 raise CheckpointError("There are none: the fleet has no pipeline, or has ended.")
             return Path(path)
-        name = FileName.parse(request.name) if isinstance(request, Get | Put) else None
+        name = FileName.parse(request.name)
         # What a trial leaves in the end is named by the driver only.
         if name is None or (isinstance(request, Put) and not name.run):
             raise CheckpointError(f"This was asked for, but is no checkpoint: {request!r:.200}.")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -49,30 +47,3 @@ def forked_agents(nursery: Nursery) -> Iterator[None]:
     """Agents that Slurm and Ray start are forked by the nursery."""
     with forking(nursery), agents_are_forked():
         yield
-
-
-class Opening(logging.Handler):
-    """Makes a file once the driver says something."""
-
-    def __init__(self, gate: Path, words: str) -> None:
-        super().__init__()
-        self._gate = gate
-        self._words = words
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._words in record.getMessage():
-            self._gate.touch()
-
-
-@pytest.fixture
-def opens() -> Iterator[Callable[[Path, str], None]]:
-    """Has a file made once the driver says these words."""
-    handlers: list[Opening] = []
-
-    def install(gate: Path, words: str) -> None:
-        handlers.append(Opening(gate, words))
-        logging.getLogger("optuna").addHandler(handlers[-1])
-
-    yield install
-    for handler in handlers:
-        logging.getLogger("optuna").removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Nodes for tests: namespaces at a switch, which are cut off, crash and come back.
+"""Nodes for tests: namespaces at a switch, which are cut off, or crash.
 
 Each has an address, a host name, a root of its process ids and mounts of its own: two nodes have
 processes of the same number. Nothing here has a name outside, so tests may run side by side, and
@@ -36,29 +36,19 @@ class Node:
     def __init__(self, number: int, switch: int) -> None:
         self.name = f"node{number}"
         self.address = f"10.77.0.{number + 1}"
-        self._mac = f"02:00:00:00:00:{number + 1:02x}"
         self._switch = switch
-        self._num_boots = 0
-        self.boot()
-
-    def boot(self) -> None:
-        """Start it, again after a crash: it has its address and name, and no process."""
         self._commands: list[subprocess.Popen[Any]] = []
         self._keeper, self._pid = _keep(*_NODE, "--mount-proc")
-        self._num_boots += 1
-        self._port = f"{self.name}-{self._num_boots}"
         _inside(self._pid, "hostname", self.name)
-        plug = f"ip link add {self._port} type veth peer name eth0 netns {self._pid}"
-        _inside(self._switch, *plug.split(), kinds=("--net",))
-        self._set_up(f"ip link set eth0 address {self._mac}")
-        self._set_up(f"ip addr add {self.address}/24 dev eth0")
-        self._set_up("ip link set lo up")
-        self._set_up("ip link set eth0 up")
-        for number in range(_MOST):  # or a node that is cut off would be known as unreachable
-            peer = f"10.77.0.{number + 1} lladdr 02:00:00:00:00:{number + 1:02x}"
-            self._set_up(f"ip neigh replace {peer} dev eth0 nud permanent")
-        self._at_switch(f"ip link set {self._port} master switch")
-        self._at_switch(f"ip link set {self._port} up")
+        self._at_switch(f"ip link add {self.name} type veth peer name eth0 netns {self._pid}")
+        self._set_up(f"ip link set eth0 address 02:00:00:00:00:{number + 1:02x}")
+        self._set_up(f"ip addr add {self.address}/24 dev eth0; ip link set lo up")
+        peers = (  # or a node that is cut off would be known as unreachable
+            f"ip neigh replace 10.77.0.{n} lladdr 02:00:00:00:00:{n:02x} dev eth0 nud permanent"
+            for n in range(1, _MOST + 1)
+        )
+        self._set_up("; ".join(["ip link set eth0 up", *peers]))
+        self._at_switch(f"ip link set {self.name} master switch up")
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
         """Start a command there; killing what is returned kills it.
@@ -95,7 +85,7 @@ class Node:
             speaks: Packets still come from there.
         """
         if not hears:
-            self._at_switch(f"tc qdisc replace dev {self._port} root blackhole")
+            self._at_switch(f"tc qdisc replace dev {self.name} root blackhole")
         if not speaks:
             self._set_up("tc qdisc replace dev eth0 root blackhole")
 
@@ -113,10 +103,10 @@ class Node:
                 command.communicate()
 
     def _set_up(self, command: str) -> None:
-        _inside(self._pid, *command.split(), kinds=("--net",))
+        _inside(self._pid, "sh", "-ec", command, kinds=("--net",))
 
     def _at_switch(self, command: str) -> None:
-        _inside(self._switch, *command.split(), kinds=("--net",))
+        _inside(self._switch, "sh", "-ec", command, kinds=("--net",))
 
 
 _MOST = 16

@@ -30,10 +30,6 @@ class RayNodes:
         """Another node."""
         return self.cluster.add_node(num_cpus=cpus)
 
-    def remove(self, node: Any) -> None:
-        """Take a node away, without notice."""
-        self.cluster.remove_node(node, allow_graceful=False)
-
 
 @contextlib.contextmanager
 def ray_cluster(cpus: Sequence[int]) -> Iterator[RayNodes]:

@@ -1,18 +1,17 @@
 """A real Slurm cluster on this machine: four nodes with two "GPUs" each, three partitions.
 
-As `python -m tests.clusters.slurm_lab` it runs a shell, or the command given, on the cluster.
 Nothing outside its folder is touched, so several may be up at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +50,6 @@ MailProg=/bin/true
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-{more}
 SchedulerParameters=bf_interval=2,sched_min_interval=100000,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -76,16 +74,9 @@ def why_not() -> str:
 
 
 class SlurmLab:
-    """The cluster; it starts with `up`.
+    """The cluster, while it is entered."""
 
-    Args:
-        num_cpus: Declared per node, whatever the machine has.
-        user_signal: Whether preempted jobs get the signal of their ``--signal``.
-    """
-
-    def __init__(self, num_cpus: int = 4, *, user_signal: bool = False) -> None:
-        self._num_cpus = num_cpus
-        self._user_signal = user_signal
+    def __init__(self) -> None:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> SlurmLab:
@@ -145,7 +136,7 @@ class SlurmLab:
 
     def restore(self) -> None:
         """No jobs; all nodes are up and idle."""
-        self.run("scancel", "--full", f"--user={_user()}")
+        self.run("scancel", "--full", f"--user={getpass.getuser()}")
         for node in NODES:
             if node not in self._daemons:
                 self._start_node(node)
@@ -186,16 +177,15 @@ class SlurmLab:
         port, *ports = free_ports(1 + len(NODES))
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index]} "
-            f"CPUs={self._num_cpus} RealMemory=2000 Gres=gpu:2"
+            "CPUs=4 RealMemory=2000 Gres=gpu:2"
             for index, node in enumerate(NODES)
         )
         text = _SLURM_CONF.format(
             host=host,
             port=port,
-            user=_user(),
+            user=getpass.getuser(),
             lab=self.folder,
             nodes=nodes,
-            more="SlurmctldParameters=preempt_send_user_signal" if self._user_signal else "",
         )
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "gres.conf").write_text(
@@ -232,7 +222,7 @@ class SlurmLab:
     def down(self) -> None:
         """End all that runs, and remove the folder."""
         with contextlib.suppress(Exception):
-            self.run("scancel", "--full", f"--user={_user()}", limit_s=_END_LIMIT_S)
+            self.run("scancel", "--full", f"--user={getpass.getuser()}", limit_s=_END_LIMIT_S)
         mark = f"SLURM_CONF={self.folder}/slurm.conf".encode()
         for sent in (signal.SIGTERM, signal.SIGKILL):
             self._kill_all(lambda environ: mark in environ, sent)
@@ -251,12 +241,6 @@ class SlurmLab:
                         os.kill(int(folder.name), sent)
 
 
-def _user() -> str:
-    import getpass
-
-    return getpass.getuser()
-
-
 @contextlib.contextmanager
 def on_path(lab: SlurmLab) -> Iterator[Mapping[str, str]]:
     """Slurm commands of this process are those of the laboratory."""
@@ -267,9 +251,3 @@ def on_path(lab: SlurmLab) -> Iterator[Mapping[str, str]]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-if __name__ == "__main__":
-    with SlurmLab() as here:
-        print(f"A cluster in {here.folder}", file=sys.stderr)
-        subprocess.run(sys.argv[1:] or ["bash"], env=here.environment)

@@ -1,4 +1,4 @@
-"""What every engine does, whatever it places agents with."""
+"""What every engine does, whatever it places agents with; that of Ray is in `test_ray`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ import pytest
 from optuna_fleet import FleetConfigError, LaunchError, LocalCluster, processes
 from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
-from optuna_fleet.executor.cluster.engine import Engine
+from optuna_fleet.executor.cluster.engine import Engine, PlacingEngine
 from optuna_fleet.executor.cluster.join import JoinEngine
-from optuna_fleet.executor.cluster.ray import ray_module
+from optuna_fleet.executor.cluster.slurm import harvest
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster, HarvestEngine
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
 from tests.clusters.hub import AGENT, Hub
-from tests.clusters.ray_nodes import ray_cluster
 from tests.clusters.slurm_lab import SlurmLab, on_path
 
 NODES = ("one", "two", "three")
@@ -103,14 +102,6 @@ def _join(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
-def _ray(request: pytest.FixtureRequest) -> Iterator[Case]:
-    with ray_cluster(cpus=(2, 1, 1)) as cluster:
-        ray_module().init(address=cluster.address, logging_level="WARNING")  # once for all
-        yield Case(engine=cluster.engine, hopeless=lambda: cluster.engine(cpus_per_node=3))
-        ray_module().shutdown()
-
-
-@contextlib.contextmanager
 def _slurm(request: pytest.FixtureRequest) -> Iterator[Case]:
     with _idle_lab(request) as lab, pytest.MonkeyPatch.context() as patch:
         lab.run("salloc", "--no-shell", "--no-kill", "--nodes=3")
@@ -130,7 +121,8 @@ def _harvest(request: pytest.FixtureRequest) -> Iterator[Case]:
         cluster = HarvestCluster(partition=partition, max_nodes=3, logs=lab.folder)
         return HarvestEngine(cluster, AGENT, check_s=0.2)
 
-    with _idle_lab(request) as lab:
+    with _idle_lab(request) as lab, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harvest, "_FIRST_PAUSE_S", 0.0)
         yield Case(
             engine=lambda: engine("low"),
             hopeless=lambda: engine("nowhere"),
@@ -149,7 +141,6 @@ def _idle_lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
 _CASES = {
     "local": _local,
     "join": _join,
-    "ray": _ray,
     "slurm": _slurm,
     "harvest": _harvest,
 }
@@ -161,23 +152,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield case
 
 
-@pytest.fixture
-def hub(case: Case) -> Iterator[Hub]:
-    with Hub(case.engine()) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 3)
-        while case.watches_agents and sorted(hub.engine.expected()) != hub.nodes():
-            time.sleep(0.05)  # Slurm's queue shows it later
-        yield hub
-
-
-@pytest.fixture
-def watching(case: Case, hub: Hub) -> Hub:
-    """A hub whose engine knows of its agents."""
-    if not case.watches_agents:
-        pytest.skip("agents are none of its business")
-    return hub
-
-
 def _wait_until_ended(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -186,7 +160,33 @@ def _wait_until_ended(pids: list[int]) -> None:
             os.close(pidfd)
 
 
-def test_an_agent_joins_from_each_node_by_a_token_that_nobody_sees(hub: Hub) -> None:
+def test_agents_are_placed_and_watched_and_ended(case: Case) -> None:
+    live(case)
+
+
+def live(case: Case) -> None:
+    """The life of an engine."""
+    case.engine().close()  # though it was never opened
+    with Hub(case.engine()) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        _nobody_sees_the_token(hub)
+        hub.engine.want(3)
+        hub.engine.want(1)
+        if case.watches_agents:
+            _ends_are_told_once_and_why(case, hub)
+        hub.engine.want(None)
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        if case.watches_agents:
+            _who_is_lost_is_ended_and_who_is_left_out_comes_no_more(case, hub)
+        pids = [agent.told["pid"] for agent in hub.agents]
+        hub.engine.close()
+        _wait_until_ended(pids)
+        hub.engine.close()
+        with Hub(hub.engine) as again:
+            again.wait_for(lambda: len(again.nodes()) == 3)
+
+
+def _nobody_sees_the_token(hub: Hub) -> None:
     assert len(set(hub.nodes())) == 3
     token = hub.invitation.token.encode()
     assert all(agent.told["OPTUNA_FLEET_TOKEN"] == token.decode() for agent in hub.agents)
@@ -195,72 +195,44 @@ def test_an_agent_joins_from_each_node_by_a_token_that_nobody_sees(hub: Hub) -> 
             assert token not in path.read_bytes()
 
 
-def test_an_agent_that_ends_is_told_of_once_and_why(case: Case, watching: Hub) -> None:
-    hub = watching
-    killed, *failed = hub.agents
+def _await_expected(hub: Hub) -> None:
+    while sorted(hub.engine.expected()) != hub.nodes():
+        time.sleep(0.05)  # Slurm's queue shows it later
+
+
+def _ends_are_told_once_and_why(case: Case, hub: Hub) -> None:
+    """One is wanted, and two end: others are placed where that is not to be, or when it is."""
+    _await_expected(hub)
+    killed, failed, _ = hub.agents
     os.kill(killed.told["pid"], signal.SIGKILL)
-    hub.wait_for(lambda: killed.node in hub.gone())
-    for agent in failed:
-        agent.end(3)
-    hub.wait_for(lambda: {agent.node for agent in failed} <= set(hub.gone()))
-    assert sorted(hub.gone()) == sorted(agent.node for agent in (killed, *failed))
+    failed.end(3)
+    hub.wait_for(lambda: {killed.node, failed.node} <= set(hub.gone()))
+    assert sorted(hub.gone()) == sorted([killed.node, failed.node])
     causes = {departure.node: departure.cause for departure in hub.departures}
     assert not any(cause.endswith(".") for cause in causes.values())
     if case.tells_causes:
         assert "KILL" in causes[killed.node].upper()
-        assert all("exit code 3" in causes[agent.node] for agent in failed)
+        assert "exit code 3" in causes[failed.node]
+    if case.places_again:
+        hub.wait_for(lambda: len(hub.nodes()) == 1)
+        hub.engine.want(2)
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
 
 
-def test_a_lost_nodes_agent_is_ended(case: Case, watching: Hub) -> None:
-    if not case.ends_agents:
-        pytest.skip("its agents end by their leases")
-    hub = watching
-    agent = hub.agents[2]
-    hub.engine.end(agent.node)
-    hub.wait_for(lambda: agent.node in hub.gone())
-    _wait_until_ended([agent.told["pid"]])
+def _who_is_lost_is_ended_and_who_is_left_out_comes_no_more(case: Case, hub: Hub) -> None:
+    _await_expected(hub)
+    hub.departures.clear()
+    lost, out, _ = hub.agents
     hub.engine.end("no such node")
-
-
-def test_a_node_that_is_left_out_has_no_other_agent(case: Case, watching: Hub) -> None:
-    hub = watching
-    out, other, _ = hub.agents
+    if case.ends_agents:
+        hub.engine.end(lost.node)
+        hub.wait_for(lambda: lost.node in hub.gone())
+        _wait_until_ended([lost.told["pid"]])
     hub.engine.end(out.node, for_good=True)
     if case.ends_agents:
         hub.wait_for(lambda: out not in hub.agents)
     while out.node in hub.engine.expected():
         time.sleep(0.05)  # a thread sees to it
-    other.end(3)
-    hub.wait_for(lambda: other.node in hub.gone())
-    assert out.node not in hub.engine.expected()
-
-
-def test_more_and_fewer_are_wanted(case: Case, hub: Hub) -> None:
-    hub.engine.want(3)
-    hub.engine.want(1)
-    if case.places_again and case.watches_agents:
-        ended = [agent.node for agent in hub.agents[:2]]
-        for agent in hub.agents[:2]:
-            agent.end(0)
-        hub.wait_for(lambda: set(ended) <= set(hub.gone()))
-        hub.wait_for(lambda: len(hub.nodes()) == 1)
-        hub.engine.want(2)
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-    hub.engine.want(None)
-    hub.wait_for(lambda: len(hub.nodes()) == 3)
-
-
-def test_closing_leaves_no_process_and_it_can_be_opened_again(hub: Hub) -> None:
-    pids = [agent.told["pid"] for agent in hub.agents]
-    hub.engine.close()
-    _wait_until_ended(pids)
-    hub.engine.close()
-    with Hub(hub.engine) as again:
-        again.wait_for(lambda: len(again.nodes()) == 3)
-
-
-def test_one_that_was_never_opened_can_be_closed(case: Case) -> None:
-    case.engine().close()
 
 
 def test_one_that_can_place_nothing_says_what_to_do(case: Case) -> None:
@@ -269,3 +241,59 @@ def test_one_that_can_place_nothing_says_what_to_do(case: Case) -> None:
     with pytest.raises((LaunchError, FleetConfigError)) as error, Hub(case.hopeless()) as hub:
         hub.wait_for(lambda: False)
     assert len(str(error.value)) > 30
+
+
+# -- no thread of theirs dies unheard -------------------------------------------------------------
+
+INVITATION = Invitation(addresses=(("127.0.0.1", 1),), credentials=b"")
+
+
+class Failing(PlacingEngine):
+    """Whose scheduler answers what nobody has foreseen; notes that it ends its agents."""
+
+    has_left = False
+
+    def _act(self) -> float:
+        raise KeyError("nothing")
+
+    def _leave(self) -> None:
+        self.has_left = True
+
+
+def told_by(engine: Engine) -> str:
+    """What the driver is told of an engine that can't go on."""
+    with contextlib.closing(Inbox()) as inbox:
+        engine.open(INVITATION, inbox)
+        with pytest.raises(LaunchError) as told:
+            list(iter(inbox.get, "never"))
+    engine.close()
+    return str(told.value)
+
+
+def test_what_goes_wrong_as_a_scheduler_is_asked_is_told() -> None:
+    engine = Failing("Nobody")
+    assert told_by(engine) == "Nobody can't place agents any more: KeyError: 'nothing'"
+    assert engine.has_left
+
+
+def test_an_srun_that_can_not_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    engine = SlurmEngine("1", ("agent",), notice_s=1.0)
+    for _ in range(2):
+        assert "`srun` can't be started" in told_by(engine)
+        assert not engine.expected()
+
+
+def test_an_agent_that_can_not_be_started_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(options: Any, threads: int) -> ModuleProcess:
+        if started:
+            raise LaunchError("too many processes")
+        started.append(ModuleProcess("tests.clusters.stub_agent", None, environment={}))
+        return started[0]
+
+    started: list[ModuleProcess] = []
+    monkeypatch.setattr(local, "AgentProcess", process)
+    options: Any = SimpleNamespace(devices=1, device_type="cpu")
+    engine = local.LocalEngine(LocalCluster(), options, cores=1, threads=1)
+    assert "too many processes" in told_by(engine)

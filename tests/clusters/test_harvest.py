@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ def hub_of(folder: Path, sbatch: str = "", **options: Any) -> Hub:
     return Hub(HarvestEngine(HarvestCluster(sbatch=sbatch, logs=folder, **given), AGENT, 0.2))
 
 
-def joined_and_seen(hub: Hub, slurm: SlurmLab) -> str:
-    """The node of the only pilot, which Slurm's queue has shown to the engine."""
-    hub.wait_for(hub.nodes)
-    slurm.wait_for(lambda: list(hub.engine.expected()) == hub.nodes())
-    return hub.nodes()[0]
-
-
 def test_no_variable_of_the_user_hides_pilots(
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,7 +26,8 @@ def test_no_variable_of_the_user_hides_pilots(
         for name, value in given.items():
             patch.setenv(name, value)
         with hub_of(tmp_path, max_nodes=1) as hub:
-            joined_and_seen(hub, slurm)
+            hub.wait_for(hub.nodes)
+            slurm.wait_for(lambda: list(hub.engine.expected()) == hub.nodes())
             assert len(slurm.run("env", "-u", "SQUEUE_PARTITION", "squeue", "-h").split("\n")) == 1
     slurm.wait_for(lambda: not slurm.queue())
 
@@ -48,36 +41,6 @@ def test_pilots_that_nobody_uses_are_cancelled_with_notice(
         hub.engine.want(1)
         hub.wait_for(lambda: sum(agent.noticed for agent in hub.agents) == 2)
         hub.wait_for(lambda: len(hub.nodes()) == 1)
-
-
-def test_a_pilot_whose_node_crashes_is_requeued(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, max_nodes=1) as hub:
-        node = joined_and_seen(hub, slurm)
-        slurm.crash(node)
-        hub.wait_for(lambda: hub.gone() == [node])
-        hub.wait_for(lambda: hub.nodes() and hub.nodes() != [node])
-
-
-def test_a_lost_node_is_given_back_and_another_taken(slurm: SlurmLab, tmp_path: Path) -> None:
-    with hub_of(tmp_path, max_nodes=1) as hub:
-        hub.engine.end(joined_and_seen(hub, slurm))
-        (agent,) = hub.agents
-        agent.end(0)
-        hub.wait_for(lambda: hub.agents and agent not in hub.agents and hub.nodes())
-        assert hub.agents[0].told["SLURM_JOB_ID"] != agent.told["SLURM_JOB_ID"]
-
-
-def test_a_time_limit_is_known_and_another_pilot_waits(
-    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harvest, "_RENEWAL_SHARE", 0.92)
-    begun = time.time()
-    with hub_of(tmp_path, time_limit_s=60, max_nodes=1) as hub:
-        hub.wait_for(lambda: hub.departures)
-        (departure,) = hub.departures
-        assert departure.by is not None
-        assert begun + 55 < departure.by < time.time() + 61
-        hub.wait_for(lambda: len(hub.nodes()) == 2)  # 55 s before the first one ends
 
 
 def test_pilots_that_share_a_node_have_names_of_their_own(slurm: SlurmLab, tmp_path: Path) -> None:

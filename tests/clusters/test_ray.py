@@ -13,27 +13,39 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet import FleetConfigError, LaunchError, RayCluster
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, RayCluster
 from optuna_fleet.executor.cluster import ray as ray_adapter
-from optuna_fleet.executor.cluster.ray import RayEngine
+from optuna_fleet.executor.cluster.ray import RayEngine, ray_module
+from tests.clusters import recorded
+from tests.clusters.forks import agents_are_forked, forking
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import RayNodes, ray_cluster
+from tests.clusters.test_engines import Case, live
+from tests.fleets import small_pipeline
+from tests.nursery import Nursery
 
 
 @pytest.fixture(scope="module")
-def ray_nodes() -> Iterator[RayNodes]:
-    with ray_cluster(cpus=(1, 2)) as nodes:
+def ray_nodes(nursery: Nursery) -> Iterator[RayNodes]:
+    with forking(nursery), ray_cluster(cpus=(2, 1, 1)) as nodes:
         yield nodes
+
+
+def test_agents_are_placed_and_watched_and_ended(ray_nodes: RayNodes) -> None:
+    ray_module().init(address=ray_nodes.address, logging_level="WARNING")  # once for all
+    live(Case(engine=ray_nodes.engine, hopeless=None))
+    with pytest.raises(LaunchError, match=r"No node .* has 3 CPUs"):
+        Hub(ray_nodes.engine(cpus_per_node=3)).__enter__()
+    ray_module().shutdown()
 
 
 def test_missing_nodes_are_awaited(ray_nodes: RayNodes) -> None:
     with Hub(ray_nodes.engine(num_nodes=4, cpus_per_node=1)) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        added = [ray_nodes.add(cpus=2) for _ in range(2)]
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        added = ray_nodes.add(cpus=2)
         hub.wait_for(lambda: len(hub.nodes()) == 4)
         assert len(set(hub.nodes())) == 4
-    for node in added:
-        ray_nodes.cluster.remove_node(node)
+    ray_nodes.cluster.remove_node(added)
 
 
 def test_an_agent_dies_with_its_actor(ray_nodes: RayNodes) -> None:
@@ -57,7 +69,7 @@ _DRIVER = """
 import queue, sys
 from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
 from optuna_fleet.wire.invitation import Invitation
-engine = RayEngine(RayCluster(address=sys.argv[1]), (sys.argv[2],), "cpu")
+engine = RayEngine(RayCluster(address=sys.argv[1], num_nodes=1), (sys.argv[2],), "cpu")
 engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()), queue.SimpleQueue())
 sys.stdin.read()
 """
@@ -85,35 +97,36 @@ class _ElsewhereEngine(RayEngine):
 def test_agents_end_with_the_driver(ray_nodes: RayNodes) -> None:
     engine = _ElsewhereEngine(RayCluster(address=ray_nodes.address), AGENT[1:])
     with Hub(engine) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        hub.wait_for(hub.nodes)
         engine.driver.kill()
         hub.wait_for(lambda: not hub.agents)  # their connections are to this process, which lives
 
 
-def test_a_ray_that_was_there_stays(ray_nodes: RayNodes) -> None:
+def test_a_ray_that_was_there_stays_and_is_missed(ray_nodes: RayNodes) -> None:
     import ray
 
     ray.init(address=ray_nodes.address, logging_level="WARNING")
-    try:
-        with Hub(RayEngine(RayCluster(), AGENT[1:], "cpu")) as hub:
-            hub.wait_for(lambda: len(hub.nodes()) == 2)
-        elsewhere = RayEngine(RayCluster(address="10.0.0.9:1"), AGENT[1:], "cpu")
-        with pytest.raises(LaunchError, match=rf"connected to {ray_nodes.address}, not to 10"):
-            Hub(elsewhere).__enter__()
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()
+    elsewhere = RayEngine(RayCluster(address="10.0.0.9:1"), AGENT[1:], "cpu")
+    with pytest.raises(LaunchError, match=rf"connected to {ray_nodes.address}, not to 10"):
+        Hub(elsewhere).__enter__()
+    for is_shut_down in (False, True):
+        with Hub(RayEngine(RayCluster(num_nodes=1), AGENT[1:], "cpu")) as hub:
+            hub.wait_for(hub.nodes)
+            if is_shut_down:
+                ray.shutdown()
+                with pytest.raises(LaunchError, match=r"more: ray\.shutdown"):
+                    hub.wait_for(lambda: False)
+        assert ray.is_initialized() is not is_shut_down
 
 
-def test_a_ray_that_is_shut_down_is_an_error(ray_nodes: RayNodes) -> None:
-    import ray
-
-    ray.init(address=ray_nodes.address, logging_level="WARNING")
-    with Hub(RayEngine(RayCluster(), AGENT[1:], "cpu")) as hub:
-        hub.wait_for(lambda: len(hub.nodes()) == 2)
-        ray.shutdown()
-        with pytest.raises(LaunchError, match=r"more: ray\.shutdown"):
-            hub.wait_for(lambda: False)
+def test_a_sweep_has_the_same_records(ray_nodes: RayNodes) -> None:
+    cluster = RayCluster(address=ray_nodes.address, cpus_per_node=1)
+    with (
+        agents_are_forked(),
+        FleetExecutor(small_pipeline(), device_type="cpu", cluster=cluster) as fleet,
+    ):
+        numbers = recorded.run(fleet)
+    assert numbers == pytest.approx(recorded.undisturbed(), rel=1e-10)
 
 
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +151,9 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         RayCluster()
 
 
-@pytest.mark.parametrize("option", ["num_nodes", "gpus_per_node", "cpus_per_node"])
-def test_numbers_are_checked(option: str) -> None:
-    with pytest.raises(FleetConfigError, match=option):
-        RayCluster(**{option: 0})
+def test_numbers_are_checked() -> None:
+    with pytest.raises(FleetConfigError, match="num_nodes"):
+        RayCluster(num_nodes=0)
 
 
 @pytest.fixture
@@ -156,19 +168,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayEngine]:
     return engine_of
 
 
-def test_an_actor_reserves_all_gpus_or_else_all_cpus(engine: Any) -> None:
-    on_gpus, on_cpus = engine(on_gpus=True), engine(on_gpus=False)
-    assert on_gpus._share({"CPU": 16.0, "GPU": 4.0}) == (0, 4)
-    assert on_cpus._share({"CPU": 16.0, "GPU": 4.0}) == (16, 0)
-    assert on_gpus._share({}) == (0, 1)
-    assert on_cpus._share({}) == (1, 0)
-
-
-def test_an_actor_reserves_what_was_asked_for(engine: Any) -> None:
-    asked = {"cpus_per_node": 2, "gpus_per_node": 3}
-    for node in ({"CPU": 16.0, "GPU": 4.0}, {}):
-        assert engine(on_gpus=True, **asked)._share(node) == (2, 3)
-        assert engine(on_gpus=False, **asked)._share(node) == (2, 0)
+def test_an_actor_reserves_what_there_is_or_was_asked_for(engine: Any) -> None:
+    full, asked = {"CPU": 16.0, "GPU": 4.0}, {"cpus_per_node": 2, "gpus_per_node": 3}
+    for options, on_gpus, node, share in (
+        ({}, True, full, (0, 4)),
+        ({}, False, full, (16, 0)),
+        ({}, True, {}, (0, 1)),
+        ({}, False, {}, (1, 0)),
+        (asked, True, full, (2, 3)),
+        (asked, False, {}, (2, 0)),
+    ):
+        assert engine(on_gpus=on_gpus, **options)._share(node) == share
 
 
 def test_a_node_with_less_than_was_asked_for_is_not_used(engine: Any) -> None:

@@ -76,39 +76,19 @@ def test_the_script(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("", "What is to run?"),
-        ("-A abc python sweep.py", "'-A' is no long option, and no program: give"),
-        ("--account abc python sweep.py", "'abc' is no long option, and no program"),
-        ("--file sweep.py python sweep.py", "sweep.py is there already"),
-        ("--time 1:59 python sweep.py", "--time 1:59 is 119 s, but Slurm is to announce its end"),
-        ("--time 0-0:1 --notice 61 python sweep.py", "--time 0-0:1 is 60 s"),
-        ("--file nowhere/x python sweep.py", "nowhere/x can't be written"),
+        ([], "What is to run?"),
+        (["-A", "abc", "python"], "'-A' is no long option, and no program: give"),
+        (["--account", "abc", "python"], "'abc' is no long option, and no program"),
+        (["--comment=a b", "python"], "write those with a blank into the script"),
+        (["--file", "sweep.py", "python"], "sweep.py is there already"),
+        (["--file", "nowhere/x", "python"], "nowhere/x can't be written"),
     ],
 )
 def test_what_is_refused(
-    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["submit", *arguments.split()]) == 2
+    assert main(["submit", *arguments]) == 2
     assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("limit", ["2:00", "2", "0", "0-1", "0:2:0", "UNLIMITED", "nonsense"])
-def test_time_limits_longer_than_the_notice_are_for_slurm_to_judge(limit: str) -> None:
-    assert main(["submit", "--time", limit, "--dry-run", "python"]) == 0
-
-
-def test_an_option_with_a_blank_is_not_taken_for_the_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["submit", "--comment=a b", "python", "sweep.py"]) == 2
-    assert "write those with a blank into the script" in capsys.readouterr().err
-
-
-def test_a_name_with_a_blank_is_one_for_slurm_too(slurm: SlurmLab) -> None:
-    Path("sweep.py").rename("my sweep.py")
-    assert main(["submit", "--output=out", sys.executable, "my sweep.py"]) == 0
-    slurm.wait_for(begun)
-    assert slurm.run("squeue", "-h", "-o", "%j") == "my sweep"
 
 
 def test_without_slurm_the_script_is_there(
@@ -117,33 +97,24 @@ def test_without_slurm_the_script_is_there(
     monkeypatch.setenv("PATH", "")
     assert main(["submit", "python", "sweep.py"]) == 2
     assert "sweep.sbatch was written" in capsys.readouterr().err
-    assert "python sweep.py &" in Path("sweep.sbatch").read_text()
-
-
-def submitted(slurm: SlurmLab, *options: str) -> str:
-    output = "--output=out"
-    assert main(["submit", *options, output, sys.executable, "sweep.py"]) == 0
-    (job,) = slurm.queue()
-    return job
+    written = Path("sweep.sbatch").read_text()
+    assert "python sweep.py &" in written
+    assert "goes on with: sbatch sweep.sbatch" in written  # where it is not to be requeued
 
 
 def begun() -> bool:
     return Path("out").exists() and "begun" in Path("out").read_text()
 
 
-def state_of(slurm: SlurmLab, job: str) -> str:
-    return slurm.run("squeue", "-h", "--states=all", "-j", job, "-o", "%T")
-
-
 def test_a_job_that_is_told_of_its_time_limit_is_requeued(slurm: SlurmLab) -> None:
-    job = submitted(slurm, "--requeue", "--nodes=2")
+    """Its name, with a blank, is one for Slurm too."""
+    Path("sweep.py").rename("my sweep.py")
+    options = ["--requeue", "--nodes=2", "--output=out"]
+    assert main(["submit", *options, sys.executable, "my sweep.py"]) == 0
+    (job,) = slurm.queue()
     slurm.wait_for(begun)
+    assert slurm.run("squeue", "-h", "-o", "%j") == "my sweep"
     slurm.run("scancel", "--batch", "--signal=USR1", job)
-    slurm.wait_for(lambda: state_of(slurm, job) == "COMPLETED")
+    state = ("squeue", "-h", "--states=all", "-j", job, "-o", "%T")
+    slurm.wait_for(lambda: slurm.run(*state) == "COMPLETED")
     assert "Not at its end in time: requeued." in Path("out").read_text()
-
-
-def test_slurm_tells_it_of_its_time_limit(slurm: SlurmLab) -> None:
-    job = submitted(slurm, "--time=1", "--notice=59")
-    slurm.wait_for(lambda: state_of(slurm, job) == "FAILED")
-    assert "goes on with: sbatch sweep.sbatch" in Path("out").read_text()

@@ -305,7 +305,7 @@ def test_a_trainer_that_is_not_ready_in_time_is_killed(
     for device, pid in enumerate((7, 8)):
         hear(runtime, TrainerStarted(device=device, process=process(runtime, pid)))
     assert wait(runtime, 9) == []
-    assert connections.sent == [("1st", KillTrainer(pid=8))]
+    assert connections.sent == [("1st", KillTrainer(device=1, pid=8))]
     assert "The trainer of device 1 was not ready within 8 s" in log.getvalue()
 
 

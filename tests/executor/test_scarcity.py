@@ -89,7 +89,7 @@ def test_a_store_that_can_not_be_started_is_started_later_and_once(
         clock.now += 1.0 + node._patience_s()
         node._look_after()
     assert spawn.call_count == 3
-    assert "can't be started, and is tried again" in channel.send.call_args.args[0].text
+    assert "can't be started, and is tried again" in channel.send.call_args.args[0]
     for sock in (ours, theirs):
         sock.close()
     node._selector.close()

@@ -28,7 +28,7 @@ from optuna_fleet.trainer.saving import RunFiles
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.node_messages import Refused
-from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, TransferServer
+from optuna_fleet.wire.transfer import Get, Put, TransferServer
 from tests.executor.orders import run_trial
 from tests.fleets import Leg, fleet_of, small_model, train
 from tests.test_channel import tls_pair
@@ -50,18 +50,23 @@ def server(tmp_path: Path) -> Iterator[TransferServer]:
 
 
 class Opened(Channel):
-    """What a connection is for has been read when it is handed over."""
+    """A connection that is handed over once it has said what it is for."""
+
+    def __init__(self, server: TransferServer) -> None:
+        ours, theirs = tls_pair()
+        super().__init__(ours)
+        self._server, self._theirs = server, [Channel(theirs)]
 
     def send(self, message: Any) -> None:
-        if not isinstance(message, OpenTransfer):
-            super().send(message)
+        super().send(message)
+        while self._theirs:
+            theirs = self._theirs.pop()
+            self._server.serve(theirs, theirs.receive())
 
 
 def served_by(server: TransferServer) -> Channel:
     """The other end of a connection to it."""
-    ours, theirs = tls_pair()
-    server.serve(Channel(theirs))
-    return Opened(ours)
+    return Opened(server)
 
 
 def files_of(folder: StudyFolder, dial: Callable[[], Channel]) -> RunFiles:
@@ -88,7 +93,6 @@ def write(files: RunFiles, data: bytes = DATA) -> str:
         Get(study="s", name="call.json"),
         Put(study="s", name="trial-7.final.pt"),
         Put(study="s", name="/tmp/trial-7.1-5.0123abcd-0.pt"),
-        "anything",
     ],
 )
 def test_what_is_no_checkpoint_of_a_run_is_refused(server: TransferServer, request_: Any) -> None:

@@ -59,7 +59,7 @@ def life(*news: str) -> list[Event]:
             case "ready":
                 events += trainers.ready(0, process(pid))
             case "late":
-                trainers.late(agents.due[-1])
+                agents.due[-1]()
             case "kill":
                 trainers.kill(0)
             case "retire":
@@ -99,9 +99,9 @@ def test_those_of_a_dead_agent_are_not_waited_for() -> None:
     trainers.kill(0)
     trainers.started(1, process(9))
     (*_, starting) = agents.due
-    trainers.late(starting)
+    starting()
     assert trainers.node_lost(agents.node) == {0: process(7)}
-    trainers.late(agents.due[-1])  # that one is not there any more
+    agents.due[-1]()  # that one is not there any more
     assert [message.pid for message in agents.told] == [7, 9]
     assert trainers.ended(0, process(7), "its agent's end") == [BY_ORDER]
     assert trainers.live == {}
@@ -126,5 +126,5 @@ def test_only_the_last_deadline_of_a_trainer_counts() -> None:
     trainers.ready(0, process(7))
     trainers.kill(0)
     for due in agents.due[:-1]:
-        trainers.late(due)
+        due()
     assert [message.pid for message in agents.told] == [7]

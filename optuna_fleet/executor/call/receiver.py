@@ -49,7 +49,6 @@ from optuna_fleet.wire.node_messages import (
     NodeLeaving,
     NodeLost,
     ObjectiveKept,
-    PipelineNotice,
     PipelineReport,
     TrainerExited,
 )
@@ -140,8 +139,6 @@ class Receiver:
                 return self._trainer_changed(message)
             case CheckpointSaved() | CheckpointFailed():
                 return launches.checkpoint_told(sweep, message)
-            case PipelineNotice():
-                compat.fleet_logger.warning(message.text)
             case ObjectiveKept() if message.objective_id == sweep.job.objective_id:
                 sweep.objective_at[message.agent] = message.path
             case Checked():

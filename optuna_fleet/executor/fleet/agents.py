@@ -1,11 +1,18 @@
-"""Lets nodes join, and finds out what becomes of them: by engine, channels, and silence."""
+"""The nodes of the fleet: who joins, is silent, leaves: by engine, channels, and silence.
+
+A node is known by its name, its agent by its incarnation. When another agent joins from a node,
+its devices have the numbers that they had before.
+
+Driver and agents give each other signs of life. An agent ends its children before the driver
+places their trials again, so that no trial runs twice.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,34 +21,142 @@ from optuna_fleet.executor.cluster.config import NodeSetup, machine, versions
 from optuna_fleet.executor.cluster.engine import Departure, Engine
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
 from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
-from optuna_fleet.executor.fleet.nodes import LEASE_S, AgentDue, Node, Nodes
 from optuna_fleet.processes import state_in_words
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
-    SIGN_EVERY_S,
     AgentFailed,
     AgentJoining,
     NodeLeaving,
     NoticeGiven,
+    ProcessId,
     Quit,
     Refused,
 )
+
+LEASE_S = 10.0
+"""Seconds without a word from an agent after which its node is lost."""
+
+DRIVER_LEASE_S = 6.0
+"""Seconds without a word from the driver after which an agent ends, and all its children."""
 
 NOTICE_S = 60.0
 """A node that is known to leave gets no more trials for so long before, and those there leave."""
 
 _NAMESAKE = (
     "Another node named {name} asks to join: give it another name, as in `optuna-fleet agent "
-    "--name node-2`."
+    "--name node-2`; or start it again when the one that is there is lost."
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeDue:
-    """It may be time to let go of a node that is known to leave."""
+@dataclass(slots=True, eq=False)
+class Node:
+    """A node, whose agents come and go.
 
-    node: str
+    Attributes:
+        agent: The incarnation of its agent, which has joined, or of the last one.
+        devices: Its devices, under their numbers in the fleet.
+        pid: Of the agent; None if that is on another machine.
+        due: The time that counts of those by which the agent should be ready with its `starting`
+            ones; None if none are awaited.
+        starting: Devices whose trainers the agent has not tried to start.
+        has_worked: A trainer of this agent was ready: another one is worth a try.
+        failure: The last words of the agent, if it has failed.
+        why_ended: Why we have ended it.
+        notice: Of the node's end, until trials are told to leave.
+        is_leaving: They were told.
+    """
+
+    name: str
+    agent: str = ""
+    devices: tuple[Device, ...] = ()
+    pid: int | None = None
+    due: object = None
+    starting: set[int] = field(default_factory=set)
+    has_worked: bool = False
+    failure: str = ""
+    why_ended: str = ""
+    notice: Departure | None = None
+    is_leaving: bool = False
+
+
+class Nodes:
+    """Those that are there, which is what it iterates over; and all others that were heard of.
+
+    Attributes:
+        devices: The devices that are there, by number.
+        all_devices: Likewise, with those that were there at any time.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Node] = {}
+        self._there: dict[str, Node] = {}  # by agent
+        self._numbers: dict[str, int] = {}
+        self._device_numbers: dict[tuple[str, int], int] = {}
+        self.devices: dict[int, Device] = {}
+        self.all_devices: dict[int, Device] = {}
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self._there.values()))
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def __getitem__(self, name: str) -> Node:
+        """The node of this name, be it there or not."""
+        return self._by_name.setdefault(name, Node(name))
+
+    def get(self, agent: str) -> Node | None:
+        """The node with this incarnation of an agent, if it is there."""
+        return self._there.get(agent)
+
+    def named(self, name: str) -> Node | None:
+        """The node of this name, if it is there."""
+        node = self[name]
+        return node if node.agent in self._there else None
+
+    def of(self, device: int) -> Node | None:
+        """The node of a device, if it is there."""
+        return self.named(self.devices[device].node_name) if device in self.devices else None
+
+    def here(self) -> set[int]:
+        """Numbers of the nodes that are on the driver's machine."""
+        return {self._numbers[node.name] for node in self if node.pid is not None}
+
+    def numbered(self, joining: AgentJoining) -> tuple[Device, ...]:
+        """The devices of a node that joins, under their numbers in the fleet."""
+        node = self._numbers.setdefault(joining.node, len(self._numbers))
+        known = self._device_numbers
+        return tuple(
+            replace(
+                device,
+                node=node,
+                node_name=joining.node,
+                index=known.setdefault((joining.node, device.index), len(known)),
+            )
+            for device in joining.devices
+        )
+
+    def join(self, joining: AgentJoining, devices: tuple[Device, ...], *, is_here: bool) -> None:
+        """A node has joined, with these devices."""
+        self._there[joining.agent] = node = self[joining.node]
+        node.agent, node.devices = joining.agent, devices
+        node.starting = {device.index for device in devices}
+        node.pid = joining.pid if is_here else None
+        self.devices.update({device.index: device for device in devices})
+        self.all_devices.update(self.devices)
+
+    def leave(self, node: Node) -> None:
+        """A node has left."""
+        del self._there[node.agent]
+        node.notice, node.is_leaving = None, False  # of its end, which is none of the next
+        for device in node.devices:
+            del self.devices[device.index]
+
+    def pid_of(self, process: ProcessId | None) -> int | None:
+        """Pid of a process that runs on this machine, else None."""
+        node = None if process is None else self._there.get(process.agent)
+        return None if process is None or node is None or node.pid is None else process.pid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +203,6 @@ class Agents:
         self._connections = connections
         self._set_up = set_up
         self._faults = faults
-        self._namesakes: dict[str, AgentJoining] = {}  # agents that wait for a name, or have
-        self._wanted: int | None = None
         engine.open(connections.invitation, connections.inbox)
         if engine.has_leases:
             connections.keep_leases(LEASE_S)
@@ -139,10 +252,8 @@ class Agents:
     # -- joining ----------------------------------------------------------------------------------
 
     def joining(self, joining: AgentJoining) -> None:
-        """An agent asks to join; it may have to wait for the name, and asks again then."""
+        """An agent asks to join."""
         node = self.nodes.named(joining.node)
-        if node is not None and node.agent == joining.agent:
-            return  # it need not wait any more
         if self._connections.has_ended(joining.agent):  # its successor may be there by now
             self._connections.give_up(joining.agent)
         elif problem := self._objection(joining):
@@ -153,14 +264,6 @@ class Agents:
             cause = "its connection ended"
             gone = AgentUnheard(agent=node.agent, cause=cause, has_successor=True)
             self._connections.give_up(node.agent, gone, joining)
-        elif self._engine.has_leases and joining.agent not in self._namesakes:
-            # The one that is there may be frozen or cut off: its lease tells.
-            self._namesakes[joining.agent] = joining
-            self.inbox.later(LEASE_S + 2 * SIGN_EVERY_S, joining)
-            fleet_logger.info(
-                f"Another node named {joining.node} asks to join: it takes the place of the one "
-                f"that is there, should nothing be heard of that for {LEASE_S:g} s."
-            )
         else:
             self._refuse(joining, _NAMESAKE.format(name=joining.node))
 
@@ -170,17 +273,17 @@ class Agents:
         setup = self._set_up(joining, devices)
         self.nodes.join(joining, devices, is_here=joining.machine == machine())
         self._await(joining.node)
-        self.inbox.put(NoticeDue(node=joining.node))  # if there was one before
+        self.inbox.put(partial(self._leaving, joining.node))  # if it was told before
         self.tell(joining.agent, setup)
 
     def _await(self, name: str) -> None:
         if self.start_s is not None:
-            due = self.nodes[name].due = AgentDue(name)
-            self.inbox.later(self.start_s, due)
+            due = self.nodes[name].due = object()
+            self.inbox.later(self.start_s, partial(self._late, name, due))
 
-    def late(self, due: AgentDue) -> None:
+    def _late(self, name: str, due: object) -> None:
         """An agent is not ready in time: because it is stopped, say."""
-        node = self.nodes[due.node]
+        node = self.nodes[name]
         if node.due is due:
             pid = node.pid if self.nodes.named(node.name) else None
             problem = told_late(f"The agent of node {node.name}", self.start_s, pid)
@@ -218,7 +321,7 @@ class Agents:
         node = self.nodes.named(departure.node)
         if departure.by is not None:
             self.nodes[departure.node].notice = departure
-            return self.leaving(departure.node)
+            return self._leaving(departure.node)
         if node is None:
             self._ended(self._explained(departure))
         else:
@@ -246,9 +349,6 @@ class Agents:
                 self._end(node.name)
         if node is not None:
             self.nodes.leave(node)
-            for joining in self._namesakes.values():
-                if joining.node == node.name:
-                    self.inbox.put(joining)
         return node, told.cause, is_replaced
 
     def _explained(self, departure: Departure) -> Departure:
@@ -268,15 +368,15 @@ class Agents:
         by, cause = time.time() + message.in_s, "its agent was told so by a SIGTERM"
         return self.departs(Departure(node=node.name, cause=cause, by=by))
 
-    def leaving(self, name: str) -> list[NodeLeaving]:
-        """Return a node that will be gone soon; each is told once."""
+    def _leaving(self, name: str) -> list[NodeLeaving]:
+        """Return a node that will be gone soon, or look again then; each is told once."""
         node = self.nodes.named(name)
         if node is None or (notice := node.notice) is None or notice.by is None:
             return []
         left_s = notice.by - NOTICE_S - time.time()
         node.is_leaving = left_s <= 0  # its time limit may have changed
         if not node.is_leaving:
-            self.inbox.later(left_s, NoticeDue(node=name))
+            self.inbox.later(left_s, partial(self._leaving, name))
             return []
         node.notice = None
         at = time.strftime("%H:%M:%S", time.localtime(notice.by))
@@ -332,9 +432,7 @@ class Agents:
         nodes, num_there = None, len(self.nodes.devices)
         if num_devices is not None and num_there:
             nodes = math.ceil(num_devices * len(self.nodes) / num_there)
-        if nodes != self._wanted:
-            self._wanted = nodes
-            self._engine.want(nodes)
+        self._engine.want(nodes)
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node, whose end is heard of, be it out of the engine's reach."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from optuna_fleet.wire.addresses import own_addresses
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.inbox import Inbox
-from optuna_fleet.wire.invitation import Invitation, make_credentials
+from optuna_fleet.wire.invitation import Invitation, make_credentials, own_addresses
 from optuna_fleet.wire.listener import Listener
 from optuna_fleet.wire.messages import Heartbeat, TrainerReady
 from optuna_fleet.wire.node_messages import (
@@ -26,7 +25,7 @@ from optuna_fleet.wire.node_messages import (
     TrainerExited,
     TrainerStarted,
 )
-from optuna_fleet.wire.transfer import OpenTransfer
+from optuna_fleet.wire.transfer import Get, GetDataSets, Put
 
 _ALL = ("", "*", "0.0.0.0", "::")
 _MOST_DESCRIPTORS = 65_536
@@ -79,7 +78,7 @@ class Connections:
         inbox: Where all that happens is put; all here is done in its turns but what is public.
         agents: Channels by incarnation.
         trainers: Channels by process: a device's next trainer is another one.
-        on_transfer: Is given the connections that carry checkpoints.
+        on_transfer: Is given the connections that carry files, and what is asked for there.
     """
 
     def __init__(self, host: str | None = "127.0.0.1", port: int = 0) -> None:
@@ -88,7 +87,7 @@ class Connections:
         credentials = make_credentials()
         self.trainers: dict[ProcessId, Channel] = {}
         self.agents: dict[str, Channel] = {}
-        self.on_transfer: Callable[[Channel], None] = Channel.close
+        self.on_transfer: Callable[[Channel, Any], None] = lambda channel, request: channel.close()
         self._peers: dict[Channel, _Peer] = {}
         self._dead: set[ProcessId] = set()  # of which nothing had come yet
         self._lease_s = math.inf
@@ -187,9 +186,9 @@ class Connections:
             case Heartbeat():
                 self.inbox.put_at_leisure(message)
                 return
-            case OpenTransfer():
+            case Put() | Get() | GetDataSets():
                 self._forget(peer)
-                self.on_transfer(peer.channel)
+                self.on_transfer(peer.channel, message)
                 return
             case AgentJoining():
                 self.agents[message.agent] = peer.channel

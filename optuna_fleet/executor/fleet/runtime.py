@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending,
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Departure, Engine
-from optuna_fleet.executor.fleet.agents import Agents, NodeGone, NoticeDue
+from optuna_fleet.executor.fleet.agents import Agents, NodeGone, Nodes
 from optuna_fleet.executor.fleet.connections import AgentUnheard, Connections
-from optuna_fleet.executor.fleet.faults import Faults
-from optuna_fleet.executor.fleet.nodes import AgentDue, Nodes
+from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
 from optuna_fleet.executor.fleet.pipelines import ChunkSharing, PipelineReports
-from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.trainers import TrainerDue, Trainers
+from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline.pipeline_messages import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
@@ -38,6 +37,7 @@ from optuna_fleet.wire.node_messages import (
     ChunksShared,
     NodeLost,
     NoticeGiven,
+    OpenStore,
     PipelineReport,
     ReportPipeline,
     StoreLost,
@@ -49,6 +49,60 @@ from optuna_fleet.wire.transfer import TransferServer
 
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 10.0
+
+
+class Rendezvous:
+    """The store where the ranks of a trial find each other: asked for once, replaced when lost.
+
+    Attributes:
+        store: Its address, once it is open.
+    """
+
+    def __init__(self, agents: Agents, faults: Faults) -> None:
+        self.store: StoreReady | None = None
+        self._agents, self._faults = agents, faults
+        self._asked: str | None = None
+
+    def open(self) -> None:
+        """Have it started, once."""
+        node = next(iter(self._agents.nodes), None)
+        if self._asked is None and node is not None:
+            self._asked = node.agent
+            self._agents.tell(node.agent, OpenStore())
+
+    def void(self) -> None:
+        """It is no use: the next who wants one asks again."""
+        self.store = self._asked = None
+
+    def node_lost(self, agent: str) -> bool:
+        """An agent is gone, and what it has kept; return whether that was the store."""
+        if self._asked != agent:
+            return False
+        self.void()
+        return True
+
+    def ready(self, store: StoreReady) -> None:
+        """It is open."""
+        if store.process.agent == self._asked:
+            self.store = store
+            self._faults.worked("the store")
+
+    def lost(self, message: StoreLost) -> None:
+        """Its process has ended.
+
+        Raises:
+            LaunchError: As others did before they were ready.
+        """
+        if message.agent != self._asked:
+            return
+        number = self._faults.failed("the store")
+        if number >= MOST_IN_A_ROW:
+            raise LaunchError(
+                "The store where the ranks of a trial find each other ended "
+                f"{number} times in a row before it was ready, the last time with "
+                f"{message.cause}; what it printed says why."
+            )
+        self.void()
 
 
 class Runtime:
@@ -122,26 +176,22 @@ class Runtime:
                 pass
             case str():
                 fleet_logger.warning(event)
+            case partial():  # what is due
+                news = event() or ()
             case AgentJoining():
                 self._joining(event)
-            case AgentDue():
-                agents.late(event)
             case AgentFailed():
                 agents.failed(event)
             case Departure():
                 news = agents.departs(event)
             case NoticeGiven():
                 news = agents.noticed(event)
-            case NoticeDue():
-                news = agents.leaving(event.node)
             case NodeGone() | AgentUnheard():
                 news = self._lose(event)
             case TrainerStarted():
                 self._trainer_started(event)
             case TrainerReady() if event.problem:
                 self._trainer_is_of_no_use(event)
-            case TrainerDue():
-                self.trainers.late(event)
             case StoreReady():
                 self.rendezvous.ready(event)
                 news = (event,)

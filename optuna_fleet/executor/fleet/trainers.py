@@ -9,25 +9,18 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.fleet.agents import Agents, told_late
+from optuna_fleet.executor.fleet.agents import Agents, Node, told_late
 from optuna_fleet.executor.fleet.faults import MOST_IN_A_ROW, Faults
-from optuna_fleet.executor.fleet.nodes import Node
 from optuna_fleet.processes import state_in_words
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.wire.node_messages import KillTrainer, LeaveOut, ProcessId
+from optuna_fleet.wire.node_messages import KillTrainer, ProcessId
 
 _KILL_LIMIT_S = 10.0
 _LOOK_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainerDue:
-    """The trainer of this device should be ready, or gone if it was killed."""
-
-    device: int
 
 
 class _Status(Enum):
@@ -43,13 +36,13 @@ class _Slot:
     Attributes:
         process: The trainer that was started last, until it is known to have ended.
         is_killed: By us: its death is no news.
-        due: What comes if it is not ready, or gone, in time.
+        due: The only time that counts of those by which it should be ready, or gone.
     """
 
     process: ProcessId | None = None
     status: _Status = _Status.STARTING
     is_killed: bool = False
-    due: TrainerDue | None = None
+    due: object = None
 
     def put(self, process: ProcessId | None) -> None:
         """Another one, if it is another one."""
@@ -162,19 +155,19 @@ class Trainers:
     def _kill(self, device: int, process: ProcessId) -> None:
         self._slots[device].is_killed = True
         self._expect(device, _KILL_LIMIT_S)
-        self._agents.tell(process.agent, KillTrainer(pid=process.pid))
+        self._agents.tell(process.agent, KillTrainer(device=device, pid=process.pid))
 
     def _expect(self, device: int, limit_s: float | None) -> None:
         if limit_s is not None:
-            due = self._slots[device].due = TrainerDue(device)
-            self._agents.inbox.later(limit_s, due)
+            due = self._slots[device].due = object()
+            self._agents.inbox.later(limit_s, partial(self._late, device, due))
 
-    def late(self, due: TrainerDue) -> None:
+    def _late(self, device: int, due: object) -> None:
         """One is not ready in time: because it is stopped, say. Or it was killed, and is there.
 
         Then it is an agent that does not do what it was told to; it is killed if it is stopped.
         """
-        slot = self._slots[due.device]
+        slot = self._slots[device]
         if slot.due is not due or (process := slot.process) is None:
             return
         node = self._agents.nodes.get(process.agent)
@@ -182,11 +175,11 @@ class Trainers:
             if node is not None:
                 if state_in_words(node.pid):
                     self._agents.end(node.name)
-                self._expect(due.device, _LOOK_AGAIN_S)
+                self._expect(device, _LOOK_AGAIN_S)
             return
-        name, pid = f"The trainer of device {due.device}", self._agents.nodes.pid_of(process)
+        name, pid = f"The trainer of device {device}", self._agents.nodes.pid_of(process)
         told_late(name, self._agents.start_s, pid)
-        self._kill(due.device, process)
+        self._kill(device, process)
 
     def device_failed(self, device: int, problem: str) -> None:
         """A device itself has failed.
@@ -227,4 +220,4 @@ class Trainers:
         if self.process_on(device) is not None:
             self._slots[device].is_killed = True
             self._expect(device, _KILL_LIMIT_S)
-        self._agents.tell_node_of(device, LeaveOut(device=device))
+        self._agents.tell_node_of(device, KillTrainer(device=device))

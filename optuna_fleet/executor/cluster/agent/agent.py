@@ -40,11 +40,9 @@ from optuna_fleet.wire.node_messages import (
     EndCheck,
     KeepObjective,
     KillTrainer,
-    LeaveOut,
     NoticeGiven,
     ObjectiveKept,
     OpenStore,
-    PipelineNotice,
     PipelineReport,
     ProcessId,
     Quit,
@@ -147,13 +145,13 @@ class Agent:
             case KeepObjective():
                 self._keep_objective(message)
             case KillTrainer():
-                if (index := self._device_of(message.pid)) is not None:
-                    self._trainers[index].kill()
+                trainer = self._trainers[message.device]
+                if message.pid is None:
+                    trainer.is_wanted = False
+                if message.pid in (None, trainer.pid):
+                    trainer.kill()
             case CheckObjective() | EndCheck():
                 self._checking.act(message)
-            case LeaveOut():
-                self._trainers[message.device].is_wanted = False
-                self._trainers[message.device].kill()
             case OpenStore():
                 self._store.kill()
                 self._store.start()
@@ -304,7 +302,7 @@ class Agent:
             setup,
             spawn=self._forks.spawn,
             selector=self._selector,
-            notify=lambda text: self._channel.send(PipelineNotice(text=text)),
+            notify=self._channel.send,
             peers=peers,
         )
         self._sharing = Sharing(
@@ -340,7 +338,7 @@ class Agent:
         del store
 
     def _unstarted(self, error: OSError) -> None:
-        self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
+        self._channel.send(_UNSTARTED.format(error=error))
 
     def _store_started(self, sock: socket.socket) -> None:
         pid = self._store.pid

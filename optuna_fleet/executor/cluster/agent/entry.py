@@ -35,11 +35,10 @@ from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.processes import clean_up_after_parent, end_session, flush_prints, preload
 from optuna_fleet.resources import cpu_count
-from optuna_fleet.wire.addresses import interface_of
 from optuna_fleet.wire.channel import Channel, connect
-from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.invitation import Invitation, interface_of
 from optuna_fleet.wire.node_messages import AgentFailed, AgentJoining, Refused, SignOfLife
-from optuna_fleet.wire.transfer import GetDataSets, OpenTransfer, receive_file
+from optuna_fleet.wire.transfer import GetDataSets, receive_file
 
 START = f"from {__name__} import main; main()"
 """What Python is to run for an agent."""
@@ -120,7 +119,6 @@ def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
         return setup
     channel = connect(invitation)
     try:
-        channel.send(OpenTransfer())
         channel.send(GetDataSets())
         payload = Payload.written(lambda file: receive_file(channel.receive, file.write))
     except CheckpointError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import queue
 import re
 import shutil
 import signal
@@ -27,9 +26,8 @@ from optuna_fleet.executor.cluster.slurm.commands import (
     agent_command,
     ask_allocation,
     in_a_step,
-    may_pass,
+    is_put_off,
     node_names,
-    refusal,
     without_options,
 )
 from optuna_fleet.executor.given import Options
@@ -45,8 +43,6 @@ _LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials
 _END_LIMIT_S = 5.0
 _KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
-_PRINT_LIMIT_S = 2.0
-_MOST_UNPRINTED = 64
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
 _TASK_ENDED = re.compile(r"srun: error: \S+: task \S+: ")  # how, is told of the agent
 _GONE = (
@@ -158,8 +154,6 @@ class SlurmEngine(Engine):
         self._notice: tuple[str, float] | None = None
         self._ending = ""
         self._noticed_at: float | None = None
-        self._unprinted: queue.Queue[str | None] = queue.Queue(_MOST_UNPRINTED)
-        self._printer = _thread(_print, self._unprinted)
         self._is_closed = False
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -211,14 +205,11 @@ class SlurmEngine(Engine):
         for srun in running:
             srun.wait()  # it has ended, or is killed
         self._running = {}
-        with contextlib.suppress(queue.Full):
-            self._unprinted.put(None, timeout=_PRINT_LIMIT_S)
-            self._printer.join(_PRINT_LIMIT_S)
 
     # -- on a thread of each srun -----------------------------------------------------------------
 
     def _read(self, node: _Node, srun: subprocess.Popen[bytes]) -> None:
-        """Have printed what an srun and its agent say, until both have ended."""
+        """Print what an srun and its agent say, until both have ended."""
         assert srun.stderr is not None
         with srun, srun.stderr as lines:  # waits for its end
             for data in lines:
@@ -227,7 +218,7 @@ class SlurmEngine(Engine):
                 is_sruns = line.startswith("srun: ") or _CANCELLED.match(line)
                 if not is_sruns or (line.startswith("srun: error: ") and not is_over):
                     node.said.append(line)
-                    self._unprinted.put(line)  # where the terminal blocks, they wait for it, too
+                    _print(line)  # where the terminal blocks, they wait for it, too
         self._inbox.call_later(0.0, self._ended, node, srun)
 
     # -- in a turn of the inbox, but `_look` ------------------------------------------------------
@@ -310,12 +301,11 @@ class SlurmEngine(Engine):
         code = srun.wait()
         said = "".join(node.said)
         self._how = f"ended with {cause_of_death(code)}. It said:\n{said}"
-        refused = refusal(said)
         if self._nodes.get(node.name) is not node:
             return
         if self._ending or any(sign in said for sign in _GONE):
             self._lose(node, "Slurm says that it is gone")
-        elif refused is not None and may_pass(refused):
+        elif is_put_off(said):
             self._inbox.call_later(_PUT_OFF_S, self._start, node)
         else:
             exit_code = 128 - code if code > 128 else code  # so it says by which signal
@@ -338,12 +328,11 @@ def _thread(run: Callable[..., None], *arguments: Any) -> threading.Thread:
     return thread
 
 
-def _print(texts: queue.Queue[str | None]) -> None:
-    """Print to standard error, until None comes: a terminal may block (Ctrl-S), as may a pipe."""
-    while (text := texts.get()) is not None:
-        # No `print`: the lock that it holds while it blocks is wanted when Python ends.
-        with contextlib.suppress(OSError, ValueError):
-            if (stream := sys.__stderr__) is not None:
-                left = text.encode(stream.encoding, "backslashreplace")
-                while left:
-                    left = left[os.write(stream.fileno(), left) :]
+def _print(text: str) -> None:
+    """Print to standard error: a terminal may block (Ctrl-S), as may a pipe."""
+    # No `print`: the lock that it holds while it blocks is wanted when Python ends.
+    with contextlib.suppress(OSError, ValueError):
+        if (stream := sys.__stderr__) is not None:
+            left = text.encode(stream.encoding, "backslashreplace")
+            while left:
+                left = left[os.write(stream.fileno(), left) :]

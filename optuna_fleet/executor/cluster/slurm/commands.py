@@ -131,10 +131,10 @@ def allocation_of(job: str, text: str) -> Allocation:
     )
 
 
-def refusal(text: str) -> LaunchError | None:
-    """Why Slurm starts no step, if srun's standard error says so."""
+def is_put_off(text: str) -> bool:
+    """Whether srun's standard error says that Slurm starts no step now, but may later."""
     said = _REFUSED.search(text)
-    return None if said is None else LaunchError(said[1])
+    return said is not None and may_pass(said[1])
 
 
 def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
@@ -166,9 +166,9 @@ def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = N
     return done.stdout
 
 
-def may_pass(error: LaunchError) -> bool:
+def may_pass(refusal: str) -> bool:
     """Whether what Slurm has refused may be granted later: it was out of reach, or at a limit."""
-    return any(words in str(error) for words in _PASSING)
+    return any(words in refusal for words in _PASSING)
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:

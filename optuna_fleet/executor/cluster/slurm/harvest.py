@@ -316,7 +316,7 @@ class HarvestEngine(PlacingEngine):
         Raises:
             LaunchError: It never will.
         """
-        if not (self._has_pilots or may_pass(error)):
+        if not (self._has_pilots or may_pass(str(error))):
             raise LaunchError(f"no pilot job can be submitted. {error}") from error
         self._pilots.refused(time.time())
         if not self._is_troubled:
