@@ -18,7 +18,7 @@ from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.sampler_bridge.records import device_spans_of
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
-from tests.behaviour.test_same_results import losses_of
+from tests.behaviour.test_sharing import losses_of
 from tests.fleets import Leg, small_pipeline, train
 
 

@@ -24,8 +24,8 @@ SOME = """
 
     nt_xent, class_weights_of_the_batch, class_weights_from_the_middle_on, adapted_by_a_step,
     buffer: Queue, teacher_outputs_are_cached, reports: mean_of_means_of_batches, aborts,
-    at hand: fetches_three_ahead, once wrong: two heads of equal size,
-    once wrong: embeds in two backwards,
+    at hand: fetches_three_ahead, once wrong: two_heads_of_equal_size,
+    once wrong: embeds_in_two_backwards,
 
     attribute: tensor, attribute: deque, grows_its_batches_by_a_variable, best_in_a_variable,
     collects: set, sum_in_a_movable_pass, draws_between_folds,
