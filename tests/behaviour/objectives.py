@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -110,18 +109,6 @@ def unfreezes_into_a_new_group(trial: Any) -> None:
 
 
 @usual
-@each_batch()
-def descends_by_hand(trial: Any, model: Any, _: Any, images: Tensor, labels: Tensor) -> None:
-    loss = F.cross_entropy(model(images), labels)
-    model.zero_grad()
-    loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.05 * parameter.grad
-    note(trial, loss)
-
-
-@usual
 @each_batch(evaluates=True)
 def sharpness_aware(trial: Any, model: Any, optimizer: Any, images: Any, labels: Any) -> None:
     optimizer.zero_grad()
@@ -214,16 +201,6 @@ def prunes_its_weights(trial: Any) -> None:
 
 
 @usual
-@each_loss(perceptron)
-def gradient_penalty(model: Any, images: Tensor, labels: Tensor) -> Tensor:
-    images.requires_grad_(True)
-    outputs = model(images)
-    (slope,) = torch.autograd.grad(outputs.sum(), images, create_graph=True)
-    penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
-    return F.cross_entropy(outputs, labels) + penalty
-
-
-@usual
 def gan(trial: Any) -> None:
     adam = functools.partial(torch.optim.Adam, lr=0.01, betas=(0.5, 0.9))
     generator, making = prepared(trial, lambda: perceptron(4, 36), adam)
@@ -270,24 +247,6 @@ def ema_by_hand(trial: Any) -> None:
         averaged = convnet()
         averaged.load_state_dict(average)
         note_evaluation(trial, averaged)
-
-
-@usual
-def mean_teacher(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    teacher = trial.prepare(copy.deepcopy(model).requires_grad_(False))
-    for _ in trial.epochs(EPOCHS):
-        for image, view, _ in trial.batches("train_triples", batch_size=7):
-            with torch.no_grad():
-                targets = teacher(view).softmax(1)
-            outputs = model(image)
-            loss = F.mse_loss(outputs.softmax(1), targets) + 0.1 * outputs[:, 0].square().mean()
-            step(optimizer, loss)
-            note(trial, loss)
-            with torch.no_grad():
-                for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
-                    mine.lerp_(its, 0.1)
-        note_evaluation(trial, teacher)
 
 
 # -- losses that say of what they are a mean ------------------------------------------------------

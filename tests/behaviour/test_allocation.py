@@ -37,10 +37,6 @@ AT_EVENTS = {n: p for n, p in ALL_POLICIES.items() if p.paradigm == "elastic"}
 AS_PUBLISHED = ("fleet-g", "fleet-l")
 """Who does not keep the pace of a flotilla waits, though devices are idle."""
 
-every_policy_at_events = pytest.mark.parametrize(
-    "policy", AT_EVENTS.values(), ids=AT_EVENTS.keys()
-)
-
 
 # -- what holds of every plan --
 
@@ -108,20 +104,6 @@ def test_no_device_idles_while_a_trial_waits_that_could_use_it(problem: Allocati
         idle = problem.num_devices - sum(widths(plan).values())
         waiting = [c for c in problem.candidates if c.number not in plan.assignments]
         assert all(c.min_devices > idle for c in waiting), name
-
-
-@every_policy_at_events
-@pytest.mark.parametrize("is_within_epoch", [True, False])
-def test_nobody_waits_because_it_can_not_or_should_not_stay_as_it_is(
-    policy: Any, is_within_epoch: bool
-) -> None:
-    """However little it has left, and whatever a move costs."""
-    little = {"samples_per_epoch": 1.0, "rescale_up_s": 500.0, "is_within_epoch": is_within_epoch}
-    needs_more = trial(1, devices=(0,), min_devices=4, **little)
-    needs_less = trial(1, (10.0, 19.0, 1.0), devices=(0, 1, 2), max_devices=2, **little)
-    is_slower = trial(1, (90.0, 70.0), devices=(0, 1), **little)
-    for alone in (needs_more, needs_less, is_slower):
-        assert 1 in widths(asked(policy, problem_of(alone)))
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES.values(), ids=ALL_POLICIES.keys())

@@ -63,6 +63,7 @@ def test_choices_may_be_objects_of_the_script(fleet: Any, cluster: Any) -> None:
     ]
     assert study.trials[0].params["act"] == TANH
     assert {trial.params["kind"] for trial in study.trials} == {nn.ReLU, nn.Tanh, torch.relu}
+    assert executor.evaluate(pick, study.trials[1]) == 3.0
 
 
 def test_one_may_be_given_to_a_grid(fleet: Any) -> None:

@@ -188,16 +188,21 @@ def on_a_tree(trial: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "suggests", "number", "twice"),
+    ("new", "suggests", "number", "twice"),
     [
-        (GridSampler(GRID, seed=1), on_a_grid, 12, 0),
-        (BruteForceSampler(seed=0), on_a_tree, 8, 3),  # each device's last but one may be twice
+        (lambda: GridSampler(GRID, seed=1), on_a_grid, 12, 0),
+        (
+            lambda: BruteForceSampler(seed=0),
+            on_a_tree,
+            8,
+            3,
+        ),  # each device's last but one may be twice
     ],
 )
 def test_each_cell_or_combination_to_the_last_whatever_happens(
-    fleet: Any, tmp_path: Path, sampler: BaseSampler, suggests: Any, number: int, twice: int
+    fleet: Any, tmp_path: Path, new: Any, suggests: Any, number: int, twice: int
 ) -> None:
-    study = optuna.create_study(sampler=sampler)
+    study = optuna.create_study(sampler=new())
     objective = functools.partial(disturbed, suggests=suggests, folder=tmp_path)
     fleet.optimize(study, objective, catch=ZeroDivisionError)
     assert len(points(study)) == number

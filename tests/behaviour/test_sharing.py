@@ -46,15 +46,19 @@ def numbers_of_looks(log: Path) -> list[int]:
     return sorted(Counter(map(int, log.read_text().split()[::2])).values())
 
 
+def noted(fleet: Any, objective: Any, script: dict[int, Sequence[Leg]]) -> list[dict[str, Any]]:
+    """The attributes of trials that fly by a script."""
+    study, fleet.script = optuna.create_study(), script
+    study.optimize(objective, n_trials=len(script), gc_after_trial=True, executor=fleet)
+    return [trial.user_attrs for trial in study.trials]
+
+
 def fly(
     objective: Any, script: dict[int, Sequence[Leg]], data: dict[str, Any], **options: Any
 ) -> tuple[list[dict[str, Any]], Any]:
-    """What trials of a fleet of its own note, and the summary."""
-    study = optuna.create_study()
+    """Those of trials of a fleet of its own, and the summary."""
     with fleet_of(devices=4, pipeline=SharedPipeline(**data), **options) as fleet:
-        fleet.script = script
-        study.optimize(objective, n_trials=len(script), executor=fleet)
-        return [trial.user_attrs for trial in study.trials], fleet.summary
+        return noted(fleet, objective, script), fleet.summary
 
 
 def collect(trial: Any) -> float:
@@ -142,10 +146,10 @@ def gather(trial: Any) -> float:
 
 def test_ranks_of_a_trial_share_its_batches(tmp_path: Path) -> None:
     data = {"train": Counted(tmp_path / "log", 10)}
-    (noted,), _ = fly(gather, {0: [Leg((0, 1, 2))]}, data)
+    (seen,), _ = fly(gather, {0: [Leg((0, 1, 2))]}, data)
     # Batches of 4 on three ranks: 2 + 1 + 1, 2 + 1 + 1, and the last 2 as 1 + 1 + 0.
-    assert noted["sizes"] == [4, 4, 2]
-    assert sorted(noted["indices"]) == list(range(10))
+    assert seen["sizes"] == [4, 4, 2]
+    assert sorted(seen["indices"]) == list(range(10))
 
 
 class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -182,8 +186,8 @@ def losses_of_pictures(*, whole: bool = False, **options: Any) -> list[Any]:
         1: [Leg((1,), 2), Leg((2,))],
         2: [Leg((2,), 1), Leg((1, 2))],
     }
-    noted, _ = fly(train, script, {"train": train_set, "val": Pictures(20), **options})
-    return [each["losses"] for each in noted]
+    seen, _ = fly(train, script, {"train": train_set, "val": Pictures(20), **options})
+    return [each["losses"] for each in seen]
 
 
 @pytest.fixture(scope="module")
@@ -212,21 +216,12 @@ def test_wherever_data_are_kept_losses_are_the_same(
 # -- processes that serve many trials -------------------------------------------------------------
 
 
-def losses_of(
-    fleet: Any, script: dict[int, Sequence[Leg]], objective: Any = train
-) -> dict[int, list[float]]:
-    study = optuna.create_study()
-    fleet.script = script
-    study.optimize(objective, n_trials=len(script), executor=fleet)
-    # The numbers that torch draws at the end tell whether its generator was restored too.
-    return {t.number: t.user_attrs["losses"] + t.user_attrs["noise"] for t in study.trials}
-
-
 def test_in_a_flotilla_of_four_gives_the_same_bits(fleet: Any) -> None:
-    alone = losses_of(fleet, {0: [Leg((0,))]})[0]
-    together = losses_of(fleet, {n: [Leg((n,))] for n in range(4)})
-    assert together[0] == alone
-    assert together[1] != alone  # another trial, another seed
+    """The numbers that torch draws at the end tell whether its generator was restored too."""
+    (alone,) = noted(fleet, train, {0: [Leg((0,))]})
+    first, other, *_ = noted(fleet, train, {n: [Leg((n,))] for n in range(4)})
+    assert first == alone
+    assert other["losses"] != alone["losses"]  # another trial, another seed
 
 
 _earlier: list[weakref.ref[nn.Module]] = []  # models of this process' trials
@@ -257,11 +252,9 @@ def notes_what_is_left(trial: Any, *, is_in_stages: bool) -> float:
 def test_models_of_earlier_trials_are_gone(
     fleet: Any, devices: tuple[int, ...], is_in_stages: bool
 ) -> None:
-    fleet.script = {number: [Leg(devices)] for number in range(3)}
-    study = optuna.create_study()
     objective = functools.partial(notes_what_is_left, is_in_stages=is_in_stages)
-    study.optimize(objective, n_trials=3, gc_after_trial=True, executor=fleet)
-    lefts = [trial.user_attrs["left"] for trial in study.trials]
+    script = {number: [Leg(devices)] for number in range(3)}
+    lefts = [seen["left"] for seen in noted(fleet, objective, script)]
     assert [len(left) - len(lefts[0]) for left in lefts] == [0, 1, 2]
     assert not any(map(any, lefts))
 
@@ -283,10 +276,8 @@ def compiles(trial: Any) -> float:
 
 def test_trials_compile_as_if_they_were_the_first_of_their_process(fleet: Any) -> None:
     """Else for any size after another one, and from torch's limit on not at all."""
-    fleet.script = {number: [Leg((0,))] for number in range(3)}
-    study = optuna.create_study()
-    study.optimize(compiles, n_trials=3, executor=fleet)
-    assert [trial.user_attrs["for_any"] for trial in study.trials] == [[False]] * 3
+    script = {number: [Leg((0,))] for number in range(3)}
+    assert noted(fleet, compiles, script) == [{"for_any": [False]}] * 3
 
 
 _compiled: list[Any] = []  # in this process
@@ -332,8 +323,6 @@ def test_a_trial_that_moves_compiles_what_it_has_not_compiled_there(
     fleet: Any, kind: Any, expected: list[int]
 ) -> None:
     """Nor does it come to torch's limit, beyond which nothing is compiled."""
-    fleet.script = {0: [Leg((0,), until_epoch=i + 1) for i in range(11)] + [Leg((0,))]}
-    study = optuna.create_study()
+    script = {0: [Leg((0,), until_epoch=i + 1) for i in range(11)] + [Leg((0,))]}
     objective = functools.partial(compiles_what_it_trains, kind=kind)
-    study.optimize(objective, n_trials=1, executor=fleet)
-    assert study.trials[0].user_attrs["compiled"] == expected
+    assert noted(fleet, objective, script) == [{"compiled": expected}]

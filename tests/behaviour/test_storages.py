@@ -31,20 +31,11 @@ KINDS = ["sqlite", "journal", "grpc", "postgres"]
 GRID = {"x": [0, 1, 2, 3], "kind": ["a", "b"]}
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    server = Postgres()
-    yield server
-    server.close()
-
-
 class Storages:
     """Makes storages of every kind, and makes them go away and come back."""
 
-    def __init__(self, folder: Path, postgres: Callable[[], Postgres], nursery: Nursery) -> None:
-        self._folder = folder
-        self._postgres = postgres
-        self._nursery = nursery
+    def __init__(self, folder: Path, nursery: Nursery) -> None:
+        self._folder, self._nursery = folder, nursery
         self._closers: list[Callable[[], Any]] = []
         self.leave: Callable[[], Any]
         self.come_back: Callable[[], Any]
@@ -66,9 +57,10 @@ class Storages:
         return self._database(f"sqlite:///{path}", connect_args={"timeout": 0.05})
 
     def _new_postgres(self) -> Any:
-        server = self._postgres()
+        server = Postgres()
+        self._closers.append(server.close)
         self.leave, self.come_back = server.stop, server.start
-        return self._database(server.new_database(self._folder.name.replace("-", "_").lower()))
+        return self._database(server.new_database("study"))
 
     def _database(self, url: str, **engine: Any) -> Any:
         self.address = [url]
@@ -95,10 +87,8 @@ class Storages:
 
 
 @pytest.fixture
-def storages(
-    tmp_path: Path, nursery: Nursery, request: pytest.FixtureRequest
-) -> Iterator[Storages]:
-    made = Storages(tmp_path, functools.partial(request.getfixturevalue, "postgres"), nursery)
+def storages(tmp_path: Path, nursery: Nursery) -> Iterator[Storages]:
+    made = Storages(tmp_path, nursery)
     yield made
     made.close()
 
@@ -222,30 +212,25 @@ def test_two_drivers_share_a_study(
 class WhenGone(logging.Handler):
     """Does something at the moment the driver says that it waits."""
 
-    def __init__(self, then: Callable[[], Any]) -> None:
+    then: Callable[[], Any]
+
+    def __init__(self) -> None:
         super().__init__()
-        self._then = then
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if "storage is" in record.getMessage():
             self.lines.append(record.getMessage())
             if "is gone" in self.lines[-1]:
-                self._then()
+                self.then()
 
 
 @pytest.fixture
-def when_gone() -> Iterator[Callable[[Callable[[], Any]], WhenGone]]:
-    handlers: list[WhenGone] = []
-
-    def install(then: Callable[[], Any]) -> WhenGone:
-        handlers.append(WhenGone(then))
-        logging.getLogger("optuna").addHandler(handlers[-1])
-        return handlers[-1]
-
-    yield install
-    for handler in handlers:
-        logging.getLogger("optuna").removeHandler(handler)
+def when_gone() -> Iterator[WhenGone]:
+    handler = WhenGone()
+    logging.getLogger("optuna").addHandler(handler)
+    yield handler
+    logging.getLogger("optuna").removeHandler(handler)
 
 
 def after_trial(
@@ -260,14 +245,14 @@ def after_trial(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_storage_that_comes_back_is_gone_on_with(
-    kind: str, storages: Storages, fleet: Any, expected: Any, when_gone: Any
+    kind: str, storages: Storages, fleet: Any, expected: Any, when_gone: WhenGone
 ) -> None:
     study = new_study(storages.new(kind))
-    heard = when_gone(storages.come_back)
+    when_gone.then = storages.come_back
     leave = after_trial(2, storages.leave)
     fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])
     assert records(study) == expected
-    begun, ended = heard.lines
+    begun, ended = when_gone.lines
     assert begun.startswith("The study's storage is gone: ")
     assert begun.endswith("Waiting for it, for at most 300 s.")
     assert ended.startswith("The study's storage is back after ")
@@ -290,9 +275,9 @@ def test_patience_has_an_end(storages: Storages) -> None:
     assert len(other.trials) == 4
 
 
-def test_ctrl_c_ends_the_waiting(storages: Storages, fleet: Any, when_gone: Any) -> None:
+def test_ctrl_c_ends_the_waiting(storages: Storages, fleet: Any, when_gone: WhenGone) -> None:
     study = new_study(storages.new("sqlite"))
-    when_gone(lambda: signal.raise_signal(signal.SIGINT))
+    when_gone.then = functools.partial(signal.raise_signal, signal.SIGINT)
     leave = after_trial(2, storages.leave)
     with pytest.raises(KeyboardInterrupt):
         fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])
