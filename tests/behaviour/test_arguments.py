@@ -83,8 +83,7 @@ def test_a_wrong_argument_is_named_with_what_was_wanted(kind, arguments, complai
     ("arguments", "words"),
     [
         ({"study": "name"}, "`study` is 'name', but must be a study"),
-        ({"model": "net"}, "`model` is 'net', but must be a torch.nn.Module, or several"),
-        ({"model": [1]}, "`model` is .*, but must be a torch.nn.Module"),
+        ({"model": "net"}, "`model` is 'net', but must be a torch.nn.Module"),
         ({"model": torch.nn.Linear}, "`model` is .*, but must be a torch.nn.Module"),
         ({"trial": "3"}, "`trial` is '3', but must be a whole number"),
         ({"trial": optuna.trial.create_trial(value=0)}, "`trial` is Froz.*must be a whole number"),
@@ -140,30 +139,15 @@ def test_what_would_fail_after_the_first_trial_is_refused_before(
     assert not study.trials
 
 
-def set_state(trial: Any) -> float:
-    trial.state = {"best": 0.0}
-    return 0.0
-
-
-def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
-    with pytest.raises(AttributeError, match=r"use trial\.state\.update\(\.\.\.\), or "):
-        optuna.create_study().optimize(set_state, n_trials=1, executor=fleet)
-
-
 WRONG_CALLS = (
     (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
     (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),
     (lambda trial: trial.prepare(max_device=2), "a `int` as `max_device`, but takes"),
-    (lambda trial: trial.prepare(max_device=2), "; did you mean `max_devices`."),
     (
         lambda trial: trial.prepare(torch.nn.LazyLinear(1)),
         "The tensor 'weight' of LazyLinear is lazy, but must be initialised: run one batch",
     ),
-    (
-        lambda trial: trial.prepare(torch.utils.data.DataLoader([0])),
-        "`load_state_dict`; batches come from trial.batches(name, batch_size=...).",
-    ),
-    (lambda trial: trial.prepare([torch.nn.Linear(1, 1)]), "each by itself, as in trial.prepare("),
+    (lambda trial: trial.prepare([torch.nn.Linear(1, 1)]), "each by itself"),
     (
         lambda trial: trial.prepare(torch.nn.Sequential(torch.nn.DataParallel(torch.nn.ReLU()))),
         "trial.prepare() was given what is in a `DataParallel`, but trains modules data parallel",
