@@ -262,23 +262,18 @@ import pathlib, sys
 import optuna, torch
 from optuna_fleet import FleetExecutor, SharedPipeline
 
-def count(batches): return sum(map(len, batches))
-
 def objective(trial):
     torch.backends.cudnn.benchmark = True
     print("heard by nobody")
     print("nor this", file=sys.stderr)
     trial.prepare(torch.nn.Linear(1, 1))
-    return float(count(trial.batches("train", batch_size=2)))
-
-def new_pipeline(): return SharedPipeline(train=torch.zeros(10, 1), shuffled=[])
+    return float(sum(map(len, trial.batches("train", batch_size=2))))
 
 study = optuna.create_study()
-with FleetExecutor(new_pipeline(), devices=1, device_type="cpu") as fleet:
+data = SharedPipeline(train=torch.zeros(10, 1))
+with FleetExecutor(data, devices=1, device_type="cpu") as fleet:
     study.optimize(objective, n_trials=2, executor=fleet)
-with new_pipeline() as alone:
-    number = count(alone.batches("train", batch_size=2, epoch=0))
-pathlib.Path(sys.argv[1]).write_text(f"{study.best_value} {number}")
+pathlib.Path(sys.argv[1]).write_text(f"{study.best_value}")
 """
 
 
@@ -289,7 +284,7 @@ def test_a_script_need_have_no_streams_and_its_objective_may_mention_any_module(
     path.write_text(WITHOUT_STREAMS)
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, str(path), str(answer)]
     subprocess.run(command, check=True)
-    assert answer.read_text() == "10.0 10"
+    assert answer.read_text() == "10.0"
 
 
 # -- where a call is made -------------------------------------------------------------------------
