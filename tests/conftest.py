@@ -72,7 +72,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery(_nothing_is_left_behind: None, _ctrl_c_is_heard: None) -> Iterator[Nursery]:
+def nursery(_nothing_is_left_behind: None) -> Iterator[Nursery]:
     """Agents and solvers of the tests' fleets are forked from it."""
     nursery = workers.ours or Nursery()
     with nursery.bears_all():
@@ -85,14 +85,6 @@ def afresh(nursery: Nursery) -> Iterator[None]:
     """Agents and solvers are started as for users, not forked."""
     with processes_start_afresh():
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """What a shell runs in the background ignores it, and so would all that is started here."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import optuna
 
-from optuna_fleet import Checkpoints, FleetConfigError, TrialError
+from optuna_fleet import Checkpoints
 from optuna_fleet.events import (
     Abort,
     Ending,
@@ -306,25 +306,29 @@ class Lab:
         expected = [len(devices) for devices in _devices(widths)]
         assert kills or flown.widths == (expected if waits else expected[: len(flown.widths)])
         assert len(flown.deaths) == len(kills or {})
-        _compare_words(flown.told, told)
+        for name in told:
+            assert flown.told.count(name) == 1, f"not told of {name!r} once: {flown.told}"
+        assert told or "Trial 0" not in flown.told, flown.told
         return flown
 
     def one_device(
-        self,
-        objective: Callable[[Any], Any],
-        *names: str,
-        widths: Sequence[Width] = (1, 3),
-        most: int = 1,
-        rel: float = 1e-8,
-        absolute: float = 1e-10,
+        self, objective: Callable[[Any], Any], word: str, *, widths: Sequence[Width], most: int = 1
     ) -> Flown:
-        """It ends on one device, or so many at `most`, as it is told once; and it is right."""
+        """It ends on one device, or so many at `most`, as it is told once; and it is right.
+
+        Args:
+            objective: See `fly`, as for `widths`.
+            word: What the user must read.
+            most: On how many devices it may end.
+        """
         flown = self.fly(objective, widths)
         if flown.error is not None:
             raise flown.error
+        about = [line for line in flown.told.splitlines() if "Trial 0" in line]
         assert flown.widths[-1] <= most, f"on {flown.widths} devices: {flown.told}"
-        _compare_words(flown.told, names)
-        _compare(flown, self.undisturbed(objective), rel, absolute)
+        assert len(about) == 1, f"told {len(about)} times: {about}"
+        assert word in about[0]
+        _compare(flown, self.undisturbed(objective), 1e-8, 1e-10)
         return flown
 
     def refused(
@@ -336,41 +340,6 @@ class Lab:
         assert flown.trial.state is optuna.trial.TrialState.FAIL
         for name in names:
             assert name in str(flown.error)
-        return flown
-
-    def comes_to(
-        self,
-        outcomes: Collection[str],
-        objective: Callable[[Any], Any],
-        *names: str,
-        widths: Sequence[Width] = (1, 3),
-    ) -> Flown:
-        """It ends in one of these ways, with these names in what is told of it, or in its error.
-
-        Args:
-            outcomes: "exact": right, and nothing is told; "one device": right, there in the end,
-                and told once; "refused": it fails with an error that is about the objective.
-            objective: See `fly`, as for `widths`.
-            names: What the user must read.
-        """
-        flown = self.fly(objective, widths)
-        about = [line for line in flown.told.splitlines() if "Trial 0" in line]
-        if flown.error is not None:
-            assert "refused" in outcomes, f"it failed: {flown.error!r}"
-            assert isinstance(flown.error, (TrialError, FleetConfigError)), repr(flown.error)
-            words = str(flown.error)
-        elif about:
-            assert "one device" in outcomes, f"told that {about}"
-            assert flown.widths[-1] == 1, f"told, but on {flown.widths} devices: {about}"
-            assert len(about) == 1, f"told {len(about)} times: {about}"
-            words = about[0]
-        else:
-            assert "exact" in outcomes, f"nothing told on {flown.widths} devices"
-            assert flown.widths == [len(devices) for devices in _devices(widths)]
-            words, names = "", ()
-        assert all(name in words for name in names), f"{names} not in: {words}"
-        if flown.error is None:
-            _compare(flown, self.undisturbed(objective), 1e-8, 1e-10)
         return flown
 
 
@@ -385,13 +354,6 @@ def _listening() -> Iterator[list[str]]:
         yield lines
     finally:
         logging.getLogger("optuna").removeHandler(handler)
-
-
-def _compare_words(told: str, names: Sequence[str]) -> None:
-    """Each of these is told once, and nothing about the trial if there are none."""
-    for name in names:
-        assert told.count(name) == 1, f"told of {name!r} {told.count(name)} times: {told}"
-    assert names or "Trial 0" not in told, told
 
 
 def _compare(flown: Flown, alone: Flown, rel: float, absolute: float) -> None:

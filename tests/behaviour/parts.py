@@ -1,8 +1,9 @@
-"""What usual objectives are made of: small data sets and models, steps, and notes of losses."""
+"""What objectives are made of: small data sets and models, loops, and notes of losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,6 @@ from optuna_fleet import SharedPipeline
 from tests.behaviour.small import Noise, evaluate
 
 EPOCHS = 3
-OBJECTIVES: dict[str, Callable[[Any], Any]] = {}
-
-
-def usual(objective: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    OBJECTIVES[objective.__name__] = objective
-    return objective
-
 
 # -- data, all in float64 -------------------------------------------------------------------------
 
@@ -88,12 +82,6 @@ def some_twice(samples: list[Any]) -> Any:
     return default_collate([*samples, *(sample for sample in samples if sample[1] == 0)])
 
 
-COLLATES = {
-    "train_none": without_none,
-    "train_twice": some_twice,
-}
-
-
 def usual_pipeline(collates: dict[str, Any] | None = None, **more: Any) -> SharedPipeline:
     """By tens and sevens the last batches are one sample or two: fewer than three ranks.
 
@@ -111,13 +99,12 @@ def usual_pipeline(collates: dict[str, Any] | None = None, **more: Any) -> Share
         train_none=Rows(64, none_of=3),
         train_twice=Rows(64),
         val=Noise(20),
-        val_rows=Rows(40),
-        collate_fn=COLLATES | (collates or {}),
+        collate_fn={"train_none": without_none, "train_twice": some_twice, **(collates or {})},
         **more,
     )
 
 
-# -- parts ----------------------------------------------------------------------------------------
+# -- models ---------------------------------------------------------------------------------------
 
 
 def convnet() -> nn.Sequential:
@@ -137,8 +124,8 @@ def perceptron(inputs: int = 36, outputs: int = 3) -> nn.Sequential:
     ).double()
 
 
-def pixelwise() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1)).double()
+def linear(inputs: int = 6, outputs: int = 6, **options: Any) -> nn.Linear:
+    return nn.Linear(inputs, outputs, **options).double()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -148,6 +135,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def prepared(trial: Any, make_model: Any = convnet, make_optimizer: Any = sgd) -> Any:
     model = make_model()
     return trial.prepare(model, make_optimizer(model.parameters()))
+
+
+# -- what is noted --------------------------------------------------------------------------------
 
 
 def note(trial: Any, loss: Tensor, weight: Any = None) -> float:
@@ -175,6 +165,14 @@ def note_evaluation(trial: Any, model: Any) -> float:
     return loss
 
 
+def note_weights(trial: Any, *modules: nn.Module) -> None:
+    weights = [v.double().tolist() for m in modules for v in m.state_dict().values()]
+    trial.set_user_attr("weights", weights)
+
+
+# -- loops ----------------------------------------------------------------------------------------
+
+
 def step(optimizer: Any, loss: Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
@@ -185,6 +183,73 @@ def train_on(trial: Any, model: Any, optimizer: Any, images: Tensor, labels: Ten
     loss = F.cross_entropy(model(images), labels)
     step(optimizer, loss)
     return note(trial, loss)
+
+
+def each_batch(
+    *make: Any, epochs: int = EPOCHS, evaluates: bool = False, data: str = "train", **options: Any
+) -> Callable[[Any], Any]:
+    """Makes an objective of what one does with a trial, a model, its optimizer and a batch."""
+
+    def objective_of(does: Callable[..., Any]) -> Any:
+        @functools.wraps(does)
+        def objective(trial: Any) -> None:
+            model, optimizer = prepared(trial, *make)
+            for _ in trial.epochs(epochs):
+                for batch in trial.batches(data, **{"batch_size": 10, **options}):
+                    does(trial, model, optimizer, *batch)
+                if evaluates:
+                    note_evaluation(trial, model)
+
+        return objective
+
+    return objective_of
+
+
+def each_loss(*make: Any, **options: Any) -> Callable[[Any], Any]:
+    """The same of the loss of a model and a batch."""
+
+    def objective_of(loss_of: Callable[..., Tensor]) -> Any:
+        def trains(trial: Any, model: Any, optimizer: Any, *batch: Any) -> None:
+            loss = loss_of(model, *batch)
+            step(optimizer, loss)
+            note(trial, loss)
+
+        return each_batch(*make, **options)(functools.wraps(loss_of)(trains))
+
+    return objective_of
+
+
+def fits(
+    trial: Any,
+    modules: Sequence[nn.Module],
+    loss_of: Callable[..., Tensor],
+    *,
+    data: str = "train_rows",
+    accumulates: int = 1,
+) -> None:
+    """The plain loop around a loss of rows, classes and numbers; notes losses and weights."""
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.3)
+    trial.prepare(*modules, optimizer)
+    for _ in trial.epochs(EPOCHS):
+        batches = trial.batches(data, batch_size=16)
+        for k, batch in enumerate(batches, 1):
+            loss = loss_of(*batch)
+            (loss / accumulates).backward()
+            note(trial, loss)
+            if k % accumulates == 0 or k == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+    note_weights(trial, *modules)
+
+
+def ahead(batches: Iterable[Any], number: int) -> Iterator[Any]:
+    """As a prefetcher does: the batches, of which that many more are fetched already."""
+    queue: list[Any] = []
+    for batch in batches:
+        queue.append(batch)
+        if len(queue) > number:
+            yield queue.pop(0)
+    yield from queue
 
 
 def with_sizes(trial: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:

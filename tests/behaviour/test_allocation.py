@@ -37,10 +37,6 @@ AT_EVENTS = {n: p for n, p in ALL_POLICIES.items() if p.paradigm == "elastic"}
 AS_PUBLISHED = ("fleet-g", "fleet-l")
 """Who does not keep the pace of a flotilla waits, though devices are idle."""
 
-every_policy_at_events = pytest.mark.parametrize(
-    "policy", AT_EVENTS.values(), ids=AT_EVENTS.keys()
-)
-
 
 # -- what holds of every plan --
 
@@ -108,20 +104,6 @@ def test_no_device_idles_while_a_trial_waits_that_could_use_it(problem: Allocati
         idle = problem.num_devices - sum(widths(plan).values())
         waiting = [c for c in problem.candidates if c.number not in plan.assignments]
         assert all(c.min_devices > idle for c in waiting), name
-
-
-@every_policy_at_events
-@pytest.mark.parametrize("is_within_epoch", [True, False])
-def test_nobody_waits_because_it_can_not_or_should_not_stay_as_it_is(
-    policy: Any, is_within_epoch: bool
-) -> None:
-    """However little it has left, and whatever a move costs."""
-    little = {"samples_per_epoch": 1.0, "rescale_up_s": 500.0, "is_within_epoch": is_within_epoch}
-    needs_more = trial(1, devices=(0,), min_devices=4, **little)
-    needs_less = trial(1, (10.0, 19.0, 1.0), devices=(0, 1, 2), max_devices=2, **little)
-    is_slower = trial(1, (90.0, 70.0), devices=(0, 1), **little)
-    for alone in (needs_more, needs_less, is_slower):
-        assert 1 in widths(asked(policy, problem_of(alone)))
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES.values(), ids=ALL_POLICIES.keys())
@@ -213,35 +195,12 @@ def test_devices_for_a_trial_that_grows_later_serve_who_waits_until_then() -> No
     assert widths(plan).keys() == {1, 2}
 
 
-@pytest.mark.parametrize("policy", [THROUGHPUT, EFFICIENCY], ids=["throughput", "efficiency"])
-def test_a_move_is_made_only_if_it_pays_within_the_time_that_is_looked_ahead(policy: Any) -> None:
-    # One more sample per second for 300 samples lost: that takes 300 s.
-    problem = problem_of(trial(1, rates=(10.0, 11.0), devices=(2,), rescale_up_s=30.0))
-    for seconds, width in ((299.0, 1), (301.0, 2)):
-        plan = asked(replace(policy, forward_looking_s=seconds), problem)
-        assert widths(plan) == {1: width}
-
-
 def test_a_trial_that_would_end_later_for_its_move_stays() -> None:
     # 16 epochs of 100 samples at 10/s are 160 s; twice the rate would save 80 s.
     for cost_s, width in ((200.0, 1), (10.0, 2)):
         lone = trial(1, devices=(0,), samples_per_epoch=100.0, rescale_up_s=cost_s, max_epochs=16)
         problem = problem_of(lone, nodes=((0, 1),), finished_epochs=(16,) * 8)
         assert widths(asked("elastic", problem)) == {1: width}
-
-
-@every_policy_at_events
-def test_who_can_not_move_keeps_all_it_has(policy: Any) -> None:
-    stuck = trial(1, devices=(3, 1, 0), movable=False)
-    plan = asked(policy, problem_of(stuck, trial(2)))
-    assert plan.assignments[1].devices == (3, 1, 0)
-    assert placed(plan).get(2, {2}) == {2}
-
-
-@every_policy_at_events
-def test_a_trial_that_is_wider_than_it_may_be_gives_devices_up(policy: Any) -> None:
-    problem = problem_of(trial(1, devices=(0, 1, 2), max_devices=2), trial(2))
-    assert widths(asked(policy, problem)) == {1: 2, 2: 2}
 
 
 def test_a_published_flotilla_of_freed_devices_leaves_those_that_fly_alone() -> None:
@@ -287,13 +246,6 @@ def test_no_widths_are_worth_more(
     assert total(planned.get(c.number, 0) for c in problem.candidates) == pytest.approx(
         best, rel=1e-6, abs=1e-6
     )
-
-
-def test_throughput_favours_the_fast_and_scaling_efficiency_does_not() -> None:
-    fast, slow = trial(1, rates=(1000.0, 1100.0)), trial(2, rates=(10.0, 19.0))
-    problem = problem_of(fast, slow, nodes=((0, 1, 2),))
-    assert widths(asked(THROUGHPUT, problem)) == {1: 2, 2: 1}
-    assert widths(asked(EFFICIENCY, problem)) == {1: 1, 2: 2}
 
 
 # -- to be done soon --
@@ -380,21 +332,6 @@ def test_who_needs_more_devices_than_there_are_of_any_type_gets_a_mixture() -> N
         plan = asked(policy, problem_of(too_many, alike(2), **A2_B1))
         assert plan.assignments.keys() == {2}, name
         assert "trial 1 waits: it needs 4 devices" in plan.reason, name
-
-
-def test_who_can_not_span_types_never_does() -> None:
-    for name, policy in ALL_POLICIES.items():
-        plan = asked(policy, problem_of(alike(1, min_devices=3), alike(2), **A2_B1))
-        assert plan.assignments.keys() == {2}, name
-        assert placed(plan)[2] in ({0}, {0, 1}, {2}), name
-
-
-def test_who_is_on_a_mixture_and_can_not_move_stays_there() -> None:
-    for name, policy in ALL_POLICIES.items():
-        stays = spanning(1, at=SEVERAL, devices=(1, 2), movable=False)
-        plan = asked(policy, problem_of(stays, alike(2), alike(3), **A2_B2))
-        assert placed(plan)[1] == {1, 2}, name
-        assert widths(plan) == {1: 2, 2: 1, 3: 1} or name in AS_PUBLISHED, name
 
 
 def test_devices_that_would_be_idle_widen_a_trial_that_spans_types_if_it_ends_sooner() -> None:

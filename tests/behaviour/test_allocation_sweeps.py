@@ -25,12 +25,16 @@ SLIDES = [  # slides 27 to 30 of FLEET's talk
 ]
 
 
-def drawn(seed: int, *kinds: str, told: bool = False) -> list[SimulatedTrial]:
+def drawn(seed: int, *kinds: str, told: bool = False, shortest: int = 8) -> list[SimulatedTrial]:
     """Trials of unlike speed, scaling and length."""
     draw = random.Random(seed)
     trials = []
     for k in range(draw.randint(6, 14)):
-        one, scaling, epochs = draw.uniform(20, 180), draw.uniform(0.86, 0.98), draw.randint(8, 20)
+        one, scaling, epochs = (
+            draw.uniform(20, 180),
+            draw.uniform(0.86, 0.98),
+            draw.randint(shortest, shortest + 12),
+        )
         rates = [one * m * scaling ** (m - 1) for m in range(1, 9)]
         factors = dict(zip(kinds, (1.0, draw.uniform(0.3, 0.9)), strict=False))
         trials.append(
@@ -51,8 +55,7 @@ def drawn(seed: int, *kinds: str, told: bool = False) -> list[SimulatedTrial]:
 # -- how soon --
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "told"), [(1, True), (2, False)])
 def test_the_default_comes_close_to_the_bound_that_no_schedule_beats(
     seed: int, told: bool
 ) -> None:
@@ -73,7 +76,7 @@ def test_the_longest_start_first() -> None:
 
 
 def test_who_is_known_to_go_on_longest_gets_most_devices_and_all_end_together() -> None:
-    lengths = {0: 40, 1: 20, 2: 20}
+    lengths = {0: 8, 1: 4, 2: 4}
     trials = [simulated(f"{k}", LINEAR, e, max_epochs=e) for k, e in lengths.items()]
     outcome = sweep("elastic", trials, 8)
     assert starts(outcome)[0][1] == {0: 4, 1: 2, 2: 2}
@@ -87,10 +90,9 @@ def test_the_last_trials_are_spread_over_the_fleet() -> None:
     assert max(width for _, began in used for width in began.values()) > 1
 
 
-@pytest.mark.parametrize("seed", [1, 9])
-def test_who_takes_turns_keeps_nobody_from_being_proposed(seed: int) -> None:
+def test_who_takes_turns_keeps_nobody_from_being_proposed() -> None:
     """It may be the longest: the last one starts well before the sweep's end."""
-    trials = drawn(seed, told=True)
+    trials = drawn(9, told=True)
     outcome = sweep("elastic", trials, 2 * len(trials) // 3, lookahead=0, movable=True)
     assert all((p.begun_s or 0.0) < 0.8 * outcome.end_s for p in outcome.trials.values())
 
@@ -100,17 +102,16 @@ def test_who_takes_turns_keeps_nobody_from_being_proposed(seed: int) -> None:
 
 @pytest.mark.parametrize("policy", ["baseline", "elastic"])
 def test_no_device_idles_while_a_trial_waits(policy: str) -> None:
-    for seed in range(2):
-        trials = [replace(t, min_devices=1 + k % 3) for k, t in enumerate(drawn(seed))]
-        outcome = sweep(policy, trials, 5)
-        spans = outcome.spans
-        times = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
-        for since, until in itertools.pairwise(times):
-            flying = [s for s in spans if s.start_s <= since and until <= s.end_s]
-            idle = 5 - sum(len(s.devices) for s in flying)
-            gone = {n for n, p in outcome.trials.items() if (p.ended_s or math.inf) <= since}
-            waiting = set(outcome.trials) - gone - {s.number for s in flying}
-            assert all(trials[n].min_devices > idle for n in waiting), (seed, since)
+    trials = [replace(t, min_devices=1 + k % 3) for k, t in enumerate(drawn(0))]
+    outcome = sweep(policy, trials, 5)
+    spans = outcome.spans
+    times = sorted({s.start_s for s in spans} | {s.end_s for s in spans})
+    for since, until in itertools.pairwise(times):
+        flying = [s for s in spans if s.start_s <= since and until <= s.end_s]
+        idle = 5 - sum(len(s.devices) for s in flying)
+        gone = {n for n, p in outcome.trials.items() if (p.ended_s or math.inf) <= since}
+        waiting = set(outcome.trials) - gone - {s.number for s in flying}
+        assert all(trials[n].min_devices > idle for n in waiting), since
 
 
 def order_of(outcome: Outcome) -> list[int]:
@@ -151,11 +152,6 @@ def test_fleet_l_moves_nobody() -> None:
         assert len(order) == len(set(order))
 
 
-@pytest.mark.parametrize("policy", ["greedy", "mip"])
-def test_a_round_fills_the_fleet(policy: str) -> None:
-    assert sum(starts(sweep(policy, SLIDES, 4))[0][1].values()) == 4
-
-
 def test_equal_split_gives_all_as_many_faster_or_not() -> None:
     trials = [simulated(f"{k}", (10.0 * (k + 1), *[9.0] * 7), 9 - 3 * k) for k in range(3)]
     began = starts(sweep("equal-split", trials, 8))
@@ -166,7 +162,7 @@ def test_equal_split_gives_all_as_many_faster_or_not() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_alike_sweeps_go_alike(policy: str) -> None:
     for devices in (3, {"a": 2, "b": 2}):
-        trials = drawn(5, *(devices if isinstance(devices, dict) else ()))
+        trials = drawn(5, *(devices if isinstance(devices, dict) else ()), shortest=1)
         runs = [sweep(policy, trials, devices, noise=0.2, seed=3) for _ in range(2)]
         assert starts(runs[0]) == starts(runs[1])
 
@@ -186,7 +182,7 @@ def test_a_sweep_whose_solver_has_no_answer_comes_to_its_end(
 
     monkeypatch.setattr(mip.Model, "optimize", optimize)
     for devices in (3, {"a": 2, "b": 2}):
-        trials = drawn(6, *(devices if isinstance(devices, dict) else ()))
+        trials = drawn(6, *(devices if isinstance(devices, dict) else ()), shortest=1)
         outcome = sweep(policy_of(policy), trials, devices)
         assert all(p.epochs_done == p.trial.epochs for p in outcome.trials.values())
 

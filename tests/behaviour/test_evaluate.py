@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,32 +66,9 @@ def test_the_best_trial_gives_its_value_again(cluster: str, tmp_path: Path) -> N
     assert sorted(tmp_path.rglob("*.pt")) == files
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An object that is chosen."""
-
-    size: int
-
-
-CHOICES = [Choice(1), Choice(2)]
-
-
-def chooses(trial: optuna.Trial) -> float:
-    return float(trial.suggest_categorical("what", CHOICES).size)
-
-
 @pytest.fixture
 def inline() -> FleetExecutor:
     return FleetExecutor(cluster="inline")
-
-
-@pytest.mark.filterwarnings("ignore:Choices for a categorical")
-def test_choices_that_are_objects_are_the_trials_own() -> None:
-    study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu") as fleet:
-        study.optimize(chooses, n_trials=4, executor=fleet)
-        for trial in study.trials:
-            assert fleet.evaluate(chooses, trial) == trial.value
 
 
 def test_an_asked_trial_suggests_and_can_be_told(inline: FleetExecutor) -> None:

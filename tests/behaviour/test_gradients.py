@@ -5,35 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.behaviour.parts import note, prepared
+from tests.behaviour.harness import moment
+from tests.behaviour.parts import linear, note, prepared, step, train_on
 from tests.behaviour.words import pytestmark  # noqa: F401
 
-ODD_TYPES = (
-    *("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float64", "complex64", "complex128", "float8_e4m3fn"),
-)
+OWN = F.batch_norm, nn.SyncBatchNorm.forward
 
 
-def record(trial: Any, **tensors: Any) -> None:
-    """Adds tensors to what is compared."""
-    for name, value in tensors.items():
-        seen = trial.state.setdefault("tensors", {}).setdefault(name, [])
+def record(trial: Any, name: str, model: nn.Module) -> None:
+    """Adds its gradients and its state to what is compared."""
+    tensors = {f"grad of {key}": p.grad for key, p in model.named_parameters()}
+    for key, value in {**tensors, **model.state_dict()}.items():
+        seen = trial.state.setdefault("tensors", {}).setdefault(f"{name} {key}", [])
         seen.append(None if value is None else value.detach().double().tolist())
     trial.set_user_attr("tensors", trial.state["tensors"])
-
-
-def record_model(trial: Any, name: str, model: nn.Module) -> None:
-    for key, parameter in model.named_parameters():
-        record(trial, **{f"{name} grad of {key}": parameter.grad})
-    for key, value in model.state_dict().items():
-        record(trial, **{f"{name} {key}": value})
 
 
 class Net(nn.Module):
@@ -43,18 +37,15 @@ class Net(nn.Module):
     and Adam makes steps of any size out of rounding errors there.
     """
 
-    def __init__(self, normed_head: bool) -> None:
+    def __init__(self, normed_head: bool = True) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 4, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
         self.conv2 = nn.Conv2d(4, 4, 3, bias=False)
         self.bn2 = nn.BatchNorm2d(4, momentum=None)
         self.fc = nn.Linear(4, 3, bias=not normed_head)
-        self.bn3: nn.Module = nn.Identity()
-        self.bn4: nn.Module = nn.Identity()
-        if normed_head:
-            self.bn3 = nn.BatchNorm1d(4, affine=False)
-            self.bn4 = nn.BatchNorm1d(3, track_running_stats=False)
+        self.bn3 = nn.BatchNorm1d(4, affine=False) if normed_head else nn.Identity()
+        self.bn4 = nn.BatchNorm1d(3, track_running_stats=False) if normed_head else nn.Identity()
         self.unused = nn.Linear(2, 2)
 
     def features(self, x: Tensor) -> Tensor:
@@ -65,45 +56,25 @@ class Net(nn.Module):
         return self.bn4(self.fc(self.features(x)))
 
 
-def backward(method: str, model: Net, images: Tensor, labels: Tensor) -> Tensor:
-    if method == "parts":
-        loss = F.cross_entropy(model.fc(model.features(images)), labels)
-    else:
-        loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    if method == "accumulate":
-        F.cross_entropy(model(images) * 2, labels).backward()
-    return loss
-
-
-SGD = functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01)
-
-
 def trains_in_each_way(trial: Any, *, batch_size: int) -> None:
     data = "train_odd" if batch_size > 2 else "val"  # 41 samples by tens, 20 by twos
     for method in ("forward", "parts", "accumulate"):
-        for make in (SGD, torch.optim.Adam):
+        for kind in (functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam):
             torch.manual_seed(trial.rank)  # the weights of the first rank are everybody's
             model = Net(normed_head=batch_size > 2).double()
-            model, optimizer = prepared(trial, lambda model=model: model, _with_rate(make))
+            model, optimizer = trial.prepare(model, kind(model.parameters(), lr=0.05))
             for _ in trial.epochs(1):
                 for images, labels in trial.batches(data, batch_size, drop_last=True):
+                    inputs = 3 * images + 5
                     optimizer.zero_grad()
-                    loss = backward(method, model, 3 * images + 5, labels)
+                    parts = model.fc(model.features(inputs)) if method == "parts" else None
+                    loss = F.cross_entropy(model(inputs) if parts is None else parts, labels)
+                    loss.backward()
+                    if method == "accumulate":
+                        F.cross_entropy(model(inputs) * 2, labels).backward()
                     optimizer.step()
                     note(trial, loss)
-            record_model(trial, f"{method} {make}", model)
-
-
-def _with_rate(make: Any) -> Any:
-    return functools.partial(make, lr=0.05)
-
-
-@pytest.mark.parametrize("batch_size", [10, 2])
-def test_training_is_that_of_one_device(lab: Any, batch_size: int) -> None:
-    objective = functools.partial(trains_in_each_way, batch_size=batch_size)
-    lab.same(objective, [2])
-    lab.same(objective, [3])
+            record(trial, f"{method} {kind}", model)
 
 
 # -- batch normalisation --------------------------------------------------------------------------
@@ -112,90 +83,63 @@ def test_training_is_that_of_one_device(lab: Any, batch_size: int) -> None:
 class Scaled(nn.Module):
     """Far from zero, where variances are easily lost."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scale, self.norm = nn.Parameter(torch.ones(6)), norm
+        self.scale, self.norm = nn.Parameter(torch.ones(6)), nn.BatchNorm1d(6)
 
     def forward(self, images: Tensor) -> Tensor:
         rows = images[:, 0].transpose(1, 2)
         return self.norm((rows * self.scale + 1e2).transpose(1, 2))
 
 
-def normalises(trial: Any, *, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = trial.prepare(Scaled(nn.BatchNorm1d(6)).to(dtype))
+def normalises(trial: Any, *, dtype: torch.dtype = torch.float64) -> None:
+    model = trial.prepare(Scaled().to(dtype))
     for _ in trial.epochs(1):
         for images, _ in trial.batches("train_odd", 7):  # the last are six
             model.zero_grad()
             model(images.to(dtype)).pow(3).mean().backward()
-            record_model(trial, "model", model)
-
-
-@pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-8), (torch.float32, 1e-2)])
-def test_gradients_through_statistics(lab: Any, dtype: torch.dtype, rel: float) -> None:
-    objective = functools.partial(normalises, dtype=dtype)
-    absolute = 1e-10 if dtype == torch.float64 else 1e-3
-    lab.same(objective, [3], rel=rel, absolute=absolute)
+            record(trial, "model", model)
 
 
 def gathers_statistics(trial: Any) -> None:
     """Without gradients, in a pass over training data."""
-    model = trial.prepare(Net(normed_head=True).double())
+    model = trial.prepare(Net().double())
     for _ in trial.epochs(2):
         with torch.no_grad():
             for images, _ in trial.batches("train_odd", 8, drop_last=True):
                 model(images)
-    record_model(trial, "model", model)
+    record(trial, "model", model)
 
 
-def test_statistics_without_gradients(lab: Any) -> None:
-    lab.same(gathers_statistics, [1, 3])
-
-
-def graphs_norm(trial: Any) -> None:
-    """A sample has several rows, a batch may have one sample."""
+def norms_several_rows_of_a_sample(trial: Any) -> None:
+    """As of graphs; a batch may have one sample."""
     norm = trial.prepare(nn.BatchNorm1d(6).double())
     for _ in trial.epochs(1):
         for images, _ in trial.batches("train_odd", 20):
             norm(images[:, 0].flatten(0, 1)).square().mean().backward()
-            record_model(trial, "norm", norm)
-
-
-def test_a_sample_of_several_rows(lab: Any) -> None:
-    lab.same(graphs_norm, [3])
+            record(trial, "norm", norm)
 
 
 def one_rank_evaluates(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(2):
         for images, labels in trial.batches("train", 10):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
+            step(optimizer, F.cross_entropy(model(images), labels))
         if trial.rank == 0:
             model.eval()
             with torch.no_grad():
                 model(images)
             model(images)
             model.train()
-    record_model(trial, "model", model)
-
-
-def test_a_rank_may_evaluate_alone(lab: Any) -> None:
-    lab.same(one_rank_evaluates, [2])
+    record(trial, "model", model)
 
 
 # -- odd graphs -----------------------------------------------------------------------------------
 
 
-def layers() -> nn.ModuleList:
-    torch.manual_seed(0)
-    return nn.ModuleList([nn.Linear(6, 6) for _ in range(3)]).double()
-
-
 def freezes(trial: Any) -> None:
     """Layers that are unused, frozen and free again, used twice, or whose backward has failed."""
-    model = layers()
+    model = nn.ModuleList([linear() for _ in range(3)])
     model[0].requires_grad_(False)
     model = trial.prepare(model)
 
@@ -214,55 +158,11 @@ def freezes(trial: Any) -> None:
                     model[2](hidden).mean().backward()
                 model.zero_grad()
             model[2](model[2](model[0](rows))).square().mean().backward()
-            record_model(trial, "model", model)
-
-
-def test_odd_graphs(lab: Any) -> None:
-    lab.same(freezes, [2, 3] if freezes is not freezes else [3])
-
-
-_kept: dict[str, nn.Module] = {}
-
-
-def trains_a_model_of_the_process(trial: Any) -> None:
-    """One that an earlier trial has trained as well, on another number of devices."""
-    model = _kept.setdefault("model", layers())
-    model.load_state_dict(layers().state_dict())
-    model.zero_grad()
-    model = trial.prepare(model)
-    for _ in trial.epochs(1):
-        for images, _ in trial.batches("train_odd", 10):
-            model[1](model[0](images[:, 0, 0])).square().mean().backward()
-    record_model(trial, "model", model)
-
-
-def test_a_model_that_an_earlier_trial_has_trained(lab: Any) -> None:
-    for widths in ([2], [3], [(1, 0)]):
-        lab.same(trains_a_model_of_the_process, widths)
-
-
-def has_odd_buffers(trial: Any) -> None:
-    """Each holds 3 on the first rank, another number elsewhere."""
-    module = nn.Linear(2, 2)
-    for name in ODD_TYPES:
-        value = torch.full((2, 3), 3 - trial.rank, dtype=torch.float32)
-        module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
-    trial.prepare(module)
-    for name in ODD_TYPES:
-        value = module.get_buffer(f"its_{name}").to(torch.complex64)
-        assert (value == (1 if name == "bool" else 3)).all(), (name, trial.rank)
-
-
-def test_buffers_of_every_type_are_made_equal(lab: Any) -> None:
-    lab.same(has_odd_buffers, [2])
-
-
-# -- gradients of gradients -----------------------------------------------------------------------
+            record(trial, "model", model)
 
 
 def penalises(trial: Any, *, how: str) -> None:
     """Gradients of a loss with a graph of their own; `how` they are used, if at all."""
-    torch.manual_seed(0)
     parts = [nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)][: 2 if how == "last" else 3]
     model = nn.Sequential(*parts).double()
     model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -279,46 +179,194 @@ def penalises(trial: Any, *, how: str) -> None:
                 each = model(rows).square().sum()
                 (gradient,) = torch.autograd.grad(each, rows, create_graph=True)
                 loss = loss + gradient.square().sum(1).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    record_model(trial, "model", model)
-
-
-@pytest.mark.parametrize("how", ["train", "last"])
-def test_a_gradient_penalty_through_batchnorm_says_what_to_do(lab: Any, how: str) -> None:
-    lab.refused(functools.partial(penalises, how=how), "policy='baseline'")
-
-
-@pytest.mark.parametrize("how", ["none", "eval"])
-def test_other_graphs_of_gradients_are_welcome(lab: Any, how: str) -> None:
-    lab.same(functools.partial(penalises, how=how), [2])
-
-
-# -- models ---------------------------------------------------------------------------------------
+            step(optimizer, loss)
+    record(trial, "model", model)
 
 
 def looks_at_its_model(trial: Any) -> None:
-    mine = Net(normed_head=True).double()
+    mine = Net().double()
     norm, weight, keys = mine.bn1, mine.bn1.weight, list(mine.state_dict())
     model = trial.prepare(mine)
     twin, buffer = copy.deepcopy(model), io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
-    told = {
-        "same object": model is mine and model.bn1 is norm and norm.weight is weight,
-        "same keys": list(model.state_dict()) == keys,
-        "method": callable(model.features),
-        "instance": isinstance(norm, nn.BatchNorm2d),
-        "copied": isinstance(twin.bn1, nn.BatchNorm2d),
-        "pickled plain": type(loaded.bn1) is nn.BatchNorm2d,
-    }
-    assert all(told.values()), told
+    assert model is mine
+    assert model.bn1 is norm
+    assert norm.weight is weight
+    assert list(model.state_dict()) == keys
+    assert isinstance(twin.bn1, nn.BatchNorm2d)
+    assert type(loaded.bn1) is nn.BatchNorm2d
 
 
-def test_a_model_stays_the_users_own(lab: Any) -> None:
-    lab.same(looks_at_its_model, [2])
+def has_odd_buffers(trial: Any) -> None:
+    """Each holds 3 on the first rank, another number elsewhere."""
+    names = "uint8 int8 int16 int32 int64 bool uint16 uint32 uint64 float16 bfloat16 float64"
+    module = nn.Linear(2, 2)
+    for name in (*names.split(), "complex64", "complex128", "float8_e4m3fn"):
+        value = torch.full((2, 3), 3 - trial.rank, dtype=torch.float32)
+        module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
+    trial.prepare(module)
+    for name, buffer in module.named_buffers():
+        wanted = 1 if name == "its_bool" else 3
+        assert (buffer.to(torch.complex64) == wanted).all(), (name, trial.rank)
+
+
+GRAPHS: list[tuple[Any, list[int], dict[str, float]]] = [
+    (functools.partial(trains_in_each_way, batch_size=10), [3], {}),
+    (functools.partial(trains_in_each_way, batch_size=2), [3], {}),
+    (normalises, [3], {}),
+    (functools.partial(normalises, dtype=torch.float32), [3], {"rel": 1e-2, "absolute": 1e-3}),
+    (gathers_statistics, [1, 3], {}),
+    (norms_several_rows_of_a_sample, [3], {}),
+    (one_rank_evaluates, [2], {}),
+    (freezes, [3], {}),
+    (functools.partial(penalises, how="none"), [2], {}),
+    (functools.partial(penalises, how="eval"), [2], {}),
+    (looks_at_its_model, [2], {}),
+    (has_odd_buffers, [2], {}),
+]
+
+
+@pytest.mark.parametrize(("objective", "widths", "options"), GRAPHS)
+def test_gradients_and_statistics_are_those_of_one_device(
+    lab: Any, objective: Any, widths: list[int], options: dict[str, float]
+) -> None:
+    lab.same(objective, widths, **options)
+
+
+_kept: dict[str, nn.Module] = {}
+
+
+def trains_a_model_of_the_process(trial: Any) -> None:
+    """One that an earlier trial has trained as well, on another number of devices."""
+    model = _kept.setdefault("model", nn.ModuleList([linear() for _ in range(3)]))
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter)
+    model.zero_grad()
+    model = trial.prepare(model)
+    for _ in trial.epochs(1):
+        for images, _ in trial.batches("train_odd", 10):
+            model[1](model[0](images[:, 0, 0])).square().mean().backward()
+    record(trial, "model", model)
+
+
+def test_a_model_that_an_earlier_trial_has_trained(lab: Any) -> None:
+    for widths in ([2], [3], [(1, 0)]):
+        lab.same(trains_a_model_of_the_process, widths)
+
+
+# -- BatchNorm, wherever it is called -------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Two norms, of a kind that is given, and what some objectives do between them."""
+
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 3, 3, bias=False), kind(3)
+        self.second, self.last = nn.Conv2d(3, 3, 2, bias=False), kind(3)
+        self.head = nn.Linear(27, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.norm(self.first(x)).relu())).relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+
+class Activated(nn.BatchNorm2d):
+    """With a forward of its own, as in timm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = (self.running_mean, self.running_var, self.weight, self.bias)
+        return F.leaky_relu(F.batch_norm(x, *given, self.training, 0.2, self.eps))
+
+
+Step = Callable[[Tensor], Tensor]
+
+
+def plain(model: Normed) -> Step:
+    return model
+
+
+def frozen_by_type(model: Normed) -> Step:
+    """Norms keep what they have seen so far."""
+    for layer in model.modules():
+        if type(layer) is nn.BatchNorm2d:
+            layer.eval()
+    return model
+
+
+def by_hand(model: Normed) -> Step:
+    def forward(x: Tensor) -> Tensor:
+        x = F.batch_norm(model.first(x), model.mean, model.var, training=model.training)
+        return model.head(model.second(x).flatten(1))
+
+    return forward
+
+
+def functional_call(model: Normed) -> Step:
+    """As in meta learning."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return lambda x: torch.func.functional_call(model, tensors, x)
+
+
+def checkpointed(model: Normed, *, reentrant: bool = False) -> Step:
+    def forward(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return model.head(checkpoint(model.body, x, use_reentrant=reentrant).flatten(1))
+
+    return forward
+
+
+NORMS: dict[str, tuple[Callable[[int], nn.Module], Callable[[Normed], Step]]] = {
+    "plain": (nn.BatchNorm2d, plain),
+    "own forward": (Activated, plain),
+    "torch's own": (nn.SyncBatchNorm, plain),
+    "without statistics": (functools.partial(nn.BatchNorm2d, track_running_stats=False), plain),
+    "frozen by type": (nn.BatchNorm2d, frozen_by_type),
+    "by hand": (nn.BatchNorm2d, by_hand),
+    "functional call": (nn.BatchNorm2d, functional_call),
+    "checkpointed": (nn.BatchNorm2d, checkpointed),
+    "reentrant": (nn.BatchNorm2d, functools.partial(checkpointed, reentrant=True)),
+}
+
+
+def trains_normed(trial: Any, *, case: str) -> None:
+    """For two epochs of five steps."""
+    kind, begins = NORMS[case]
+    model = trial.prepare(Normed(kind).double())
+    optimizer = trial.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    forward = begins(model.train())
+    for _ in trial.epochs(2):
+        for x, y in trial.batches("train_odd", batch_size=10, movable=True):
+            train_on(trial, forward, optimizer, x + 1, y)
+            moment(trial)
+    trial.set_user_attr("buffers", [float(b.double().sum()) for b in model.buffers()])
+
+
+def has_torchs_own_functions(trial: Any) -> float:
+    return float(F.batch_norm is OWN[0] and nn.SyncBatchNorm.forward is OWN[1])
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_batchnorm_is_that_of_one_device_wherever_it_is_called(lab: Any, case: str) -> None:
+    told = ["use_reentrant=False exchanges them once"] if case == "reentrant" else []
+    objective = functools.partial(trains_normed, case=case)
+    lab.same(objective, [2, (1, 0), 1], within={1, 7}, told=told)
+    if case == "torch's own":
+        assert lab.fly(has_torchs_own_functions, [1]).trial.value == 1  # again
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["train", "last"])
+def test_a_gradient_penalty_through_batchnorm_says_what_to_do(lab: Any, how: str) -> None:
+    lab.refused(functools.partial(penalises, how=how), "policy='baseline'")
 
 
 def has_another_model_on_each_rank(trial: Any) -> None:

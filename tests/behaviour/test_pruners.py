@@ -1,11 +1,11 @@
-"""Pruners judge each report once, in the driver, as they do in Optuna's own loop."""
+"""Pruners judge each report once, in the driver, as in Optuna's own loop; trials converge."""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from optuna.pruners import (
 )
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet import FleetExecutor
-from tests.behaviour.harness import Leg, small_model, train_epoch
+from optuna_fleet import Convergence, FleetExecutor
+from tests.behaviour.harness import Leg, fleet_of, small_model, train_epoch
 from tests.behaviour.samplers import ByNumber
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -155,3 +155,75 @@ def test_a_trial_that_is_run_again_gets_the_same_verdicts(
     assert list(trial.intermediate_values) == [0, 1, 2, 3]
     # Before each report it is what was said of the one before.
     assert trial.user_attrs["verdicts"] == [False, False, False, True, True, False, False, True]
+
+
+# -- convergence ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "reached"),
+    [
+        ([], False),
+        ([0.5], False),
+        ([0.5, 0.6, 0.7], False),
+        ([0.7, 0.6], False),
+        ([0.7, 0.6, 0.65], True),
+        ([0.7, 0.705, 0.709], True),  # not better by more than 0.01
+        ([0.7, 0.6, 0.72], False),
+        ([float("nan"), float("nan")], True),
+        ([float("nan"), 0.5, 0.6], False),
+    ],
+)
+def test_patience_and_minimum_improvement(values: list[float], reached: bool) -> None:
+    convergence = Convergence(patience=2, min_improvement=0.01)
+    assert convergence.is_reached(values, maximize=True) is reached
+    mirrored = [-value for value in values]
+    assert convergence.is_reached(mirrored, maximize=False) is reached
+
+
+def improves_for_a_while(trial: Any) -> float:
+    """Its loss falls for three epochs, if `kind` says so, and then stays."""
+    last = 3 if trial.suggest_categorical("kind", ["falls", "stays"]) == "falls" else 0
+    model = small_model()
+    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    value = 1.0
+    for epoch in trial.epochs(20):
+        train_epoch(trial, model, optimizer, [], batch_size=41)
+        value = 1.0 - 0.1 * min(epoch, last)
+        trial.report(value, epoch)
+    return value
+
+
+@pytest.fixture(scope="module")
+def converging() -> Iterator[Any]:
+    convergence = Convergence(patience=2, min_improvement=0.01)
+    with fleet_of(devices=2, convergence=convergence) as executor:
+        yield executor
+
+
+def test_a_trial_that_has_converged_leaves_its_loop_and_is_complete(converging: Any) -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"kind": "falls"})
+    study.enqueue_trial({"kind": "stays"})
+    study.optimize(improves_for_a_while, n_trials=2, executor=converging)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+    assert [trial.last_step for trial in study.trials] == [5, 2]
+    assert [trial.value for trial in study.trials] == [pytest.approx(0.7), 1.0]
+
+
+def dies_when_it_has_converged(trial: Any, once: Path) -> float:
+    value = improves_for_a_while(trial)
+    if not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def test_a_trial_that_is_run_again_converges_where_it_had(converging: Any, tmp_path: Path) -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"kind": "falls"})
+    objective = functools.partial(dies_when_it_has_converged, once=tmp_path / "died")
+    study.optimize(objective, n_trials=1, executor=converging)
+    assert (tmp_path / "died").exists()
+    (trial,) = study.trials
+    assert (trial.last_step, trial.value) == (5, pytest.approx(0.7))

@@ -56,6 +56,7 @@ def points(study: optuna.Study) -> Counter[tuple[Any, ...]]:
 # -- what a seed repeats -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize(
     "new",
     [
@@ -66,8 +67,10 @@ def points(study: optuna.Study) -> Counter[tuple[Any, ...]]:
     ],
 )
 def test_one_device_gives_the_same_study_as_optuna(
-    narrow: FleetExecutor, new: Callable[[], BaseSampler]
+    narrow: FleetExecutor, request: Any, new: Callable[[], BaseSampler], is_slow: bool
 ) -> None:
+    if is_slow:
+        request.getfixturevalue("every_sampler_is_slow")
     ours, theirs = (optuna.create_study(sampler=new()) for _ in range(2))
     for study in (ours, theirs):
         study.enqueue_trial({"y": 0.5})
@@ -119,16 +122,6 @@ def test_calls_that_share_a_random_sampler_have_nothing_in_common(seed: int | No
     assert len(set(late)) == 12
 
 
-def test_a_sampler_that_a_callback_chooses_stays(fleet: Any) -> None:
-    study, other = optuna.create_study(sampler=RandomSampler()), TPESampler()
-
-    def choose(study: optuna.Study, trial: FrozenTrial) -> None:
-        study.sampler = other
-
-    study.optimize(sphere, 3, callbacks=[choose], executor=fleet)
-    assert study.sampler is other
-
-
 @dataclasses.dataclass  # which can't be hashed
 class OfTheUsers(BaseSampler):
     low: float = 0.25
@@ -143,37 +136,31 @@ class OfTheUsers(BaseSampler):
         return self.low
 
 
-def test_a_sampler_of_the_users_own(fleet: Any) -> None:
-    study = optuna.create_study(sampler=OfTheUsers())
+def test_a_sampler_of_the_users_own_and_one_that_a_callback_chooses(fleet: Any) -> None:
+    study, other = optuna.create_study(sampler=OfTheUsers()), TPESampler()
     study.optimize(sphere, 6, executor=fleet)
     assert params_of(study) == 6 * [{"x": 0.25, "y": 0.25, "z": 0.25}]
+
+    def choose(study: optuna.Study, trial: FrozenTrial) -> None:
+        study.sampler = other
+
+    study.optimize(sphere, 3, callbacks=[choose], executor=fleet)
+    assert study.sampler is other
 
 
 # -- samplers that come to an end ----------------------------------------------------------------
 
 
-def disturbed(trial: Any, folder: Path) -> None:
+def disturbed(trial: Any, suggests: Callable[[Any], float], folder: Path) -> float:
     """One trial fails, and the trainer of another is killed, once."""
+    value = suggests(trial)
     trial.report(0.0, 0)
     if trial.number == 2:
         raise ZeroDivisionError
     if trial.number == 3 and not (folder / "killed").exists():
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def disturbed_on_a_grid(trial: Any, folder: Path) -> float:
-    value = on_a_grid(trial)
-    disturbed(trial, folder)
     return value
-
-
-def test_a_grid_to_the_last_cell(fleet: Any, tmp_path: Path) -> None:
-    study = optuna.create_study(sampler=GridSampler(GRID, seed=1))
-    objective = functools.partial(disturbed_on_a_grid, folder=tmp_path)
-    fleet.optimize(study, objective, catch=ZeroDivisionError)
-    assert len(points(study)) == len(study.trials) == 12
-    assert Counter(t.state for t in study.trials) == {COMPLETE: 11, FAIL: 1}
 
 
 def test_a_trial_from_the_queue_ends_while_one_cell_is_left() -> None:
@@ -193,23 +180,34 @@ def test_what_else_the_hook_of_a_grid_raises_is_raised() -> None:
         FleetExecutor(cluster="inline").optimize(study, lambda _: 0.0)
 
 
-def on_a_tree(trial: Any, folder: Path) -> float:
+def on_a_tree(trial: Any) -> float:
     """Eight combinations, whose parameters depend on each other."""
     if trial.suggest_categorical("kind", ["short", "long"]) == "short":
-        x = trial.suggest_int("x", 1, 3)
-    else:
-        x = trial.suggest_int("low", trial.suggest_int("high", 1, 2), 3)
-    disturbed(trial, folder)
-    return float(x)
+        return float(trial.suggest_int("x", 1, 3))
+    return float(trial.suggest_int("low", trial.suggest_int("high", 1, 2), 3))
 
 
-def test_brute_force_to_the_last_combination(fleet: Any, tmp_path: Path) -> None:
-    study = optuna.create_study(sampler=BruteForceSampler(seed=0))
-    objective = functools.partial(on_a_tree, folder=tmp_path)
+@pytest.mark.parametrize(
+    ("new", "suggests", "number", "twice"),
+    [
+        (lambda: GridSampler(GRID, seed=1), on_a_grid, 12, 0),
+        (
+            lambda: BruteForceSampler(seed=0),
+            on_a_tree,
+            8,
+            3,
+        ),  # each device's last but one may be twice
+    ],
+)
+def test_each_cell_or_combination_to_the_last_whatever_happens(
+    fleet: Any, tmp_path: Path, new: Any, suggests: Any, number: int, twice: int
+) -> None:
+    study = optuna.create_study(sampler=new())
+    objective = functools.partial(disturbed, suggests=suggests, folder=tmp_path)
     fleet.optimize(study, objective, catch=ZeroDivisionError)
-    assert len(points(study)) == 8
-    assert len(study.trials) <= 8 + 3  # each device's last but one may be twice
-    assert {RUNNING, WAITING}.isdisjoint(trial.state for trial in study.trials)
+    assert len(points(study)) == number
+    assert number <= len(study.trials) <= number + twice
+    assert Counter(t.state for t in study.trials) == {COMPLETE: len(study.trials) - 1, FAIL: 1}
 
 
 def test_a_users_stop_is_not_reconsidered(fleet: Any) -> None:
@@ -380,15 +378,3 @@ def test_a_trainer_killed_while_the_sampler_thinks_for_its_trial(fleet: Any) -> 
     fleet.optimize(study, with_pid, 8)
     assert {t.state for t in study.trials} == {COMPLETE}
     assert study.trials[2].user_attrs["pid"] not in killed
-
-
-@pytest.mark.usefixtures("every_sampler_is_slow")
-def test_thinking_changes_no_proposal(narrow: FleetExecutor) -> None:
-    study, alone = (
-        optuna.create_study(sampler=TPESampler(seed=3, n_startup_trials=3)) for _ in range(2)
-    )
-    for each in (study, alone):
-        each.enqueue_trial({"x": 0.5})
-    alone.optimize(sphere, 12)
-    narrow.optimize(study, sphere, 12)
-    assert [t.params for t in study.trials] == [t.params for t in alone.trials]

@@ -101,34 +101,13 @@ def test_alone_a_sum_has_the_type_it_has_in_a_group(lab: Any) -> None:
     lab.same(has_types, [2])
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_what_is_no_number_is_refused(lab: Any, width: int) -> None:
-    def objective(trial: Any) -> None:
-        prepared(trial)
-        for reduces in (trial.sum, trial.mean):
-            for value in ("low", None, 1j, 10**30):
-                with pytest.raises(FleetConfigError, match=r"value\['loss'\]"):
-                    reduces({"loss": value})
-
-    assert lab.fly(objective, [width]).error is None
+def sums_unlike_things(trial: Any) -> None:
+    prepared(trial)
+    trial.sum([{"a": 1}, {"a": 1, "b": 1}][trial.rank])
 
 
 def test_unlike_structures_are_refused(lab: Any) -> None:
-    def objective(trial: Any) -> None:
-        prepared(trial)
-        trial.sum([{"a": 1}, {"a": 1, "b": 1}][trial.rank])
-
-    assert type(lab.refused(objective).error).__name__ == "TrialError"
-
-
-def test_a_weight_that_makes_no_sense_is_refused(lab: Any) -> None:
-    def objective(trial: Any) -> None:
-        prepared(trial)
-        for weight in (-1, float("nan"), float("inf"), "3", [1.0, 2.0]):
-            with pytest.raises(FleetConfigError, match="`weight` is"):
-                trial.mean(1.0, weight=weight)
-
-    assert lab.fly(objective, [1]).error is None
+    assert type(lab.refused(sums_unlike_things).error).__name__ == "TrialError"
 
 
 # -- totals ---------------------------------------------------------------------------------------
@@ -158,6 +137,8 @@ def test_totals_are_those_of_one_device(lab: Any) -> None:
     lab.same(totals_up, [3, 2], kills={7: 1})
 
 
+# -- what is refused ------------------------------------------------------------------------------
+
 WRONG_TOTALS = [
     *(("x", value, r"trial.totals\['x'\]") for value in ("text", [1], 1j, np.zeros(2))),
     (3, 1, "names are strings"),
@@ -165,15 +146,25 @@ WRONG_TOTALS = [
 ]
 
 
-def test_what_can_not_be_totalled_is_refused(lab: Any) -> None:
-    def objective(trial: Any) -> None:
-        prepared(trial)
-        with pytest.raises(FleetConfigError, match="0 when an epoch begins"):
-            trial.totals["loss"] = 0.0
-        for _ in trial.epochs(1):
-            for _ in trial.batches("train", 10):
-                for name, value, complaint in WRONG_TOTALS:
-                    with pytest.raises(FleetConfigError, match=complaint):
-                        trial.totals[name] = value
+def adds_up_nonsense(trial: Any) -> None:
+    prepared(trial)
+    for reduces in (trial.sum, trial.mean):
+        for value in ("low", None, 1j, 10**30):
+            with pytest.raises(FleetConfigError, match=r"value\['loss'\]"):
+                reduces({"loss": value})
+    for weight in (-1, math.nan, math.inf, "3", [1.0, 2.0]):
+        with pytest.raises(FleetConfigError, match="`weight` is"):
+            trial.mean(1.0, weight=weight)
+    with pytest.raises(FleetConfigError, match="0 when an epoch begins"):
+        trial.totals["loss"] = 0.0
+    for _ in trial.epochs(1):
+        for _ in trial.batches("train", 10):
+            for name, value, complaint in WRONG_TOTALS:
+                with pytest.raises(FleetConfigError, match=complaint):
+                    trial.totals[name] = value
 
-    assert lab.fly(objective, [1]).error is None
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_what_is_no_number_or_name_or_weight_is_refused(lab: Any, width: int) -> None:
+    flown = lab.fly(adds_up_nonsense, [width])
+    assert flown.error is None, flown.error

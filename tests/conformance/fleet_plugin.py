@@ -42,9 +42,7 @@ class _Redirected:
         orders = json.loads(config.getoption("--fleet-orders").read_text())
         self._left_out: dict[str, str] = orders["left out"]
         self._inline: list[str] = orders["inline"]
-        self._storages: list[str] | None = orders["storages"]
-        self._once: list[str] = orders["once"]
-        self._is_quick: bool = orders["quick"]
+        self._storages: list[str] = orders["storages"]
         self._report: Path = config.getoption("--fleet-report")
         self._width: int = config.getoption("--fleet-width")
         self._executors = _Executors(self._width)
@@ -74,29 +72,29 @@ class _Redirected:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if self._applies(item)]
-        last = {_name(item.nodeid): item for item in items}.values()
-        items[:] = [item for item in items if item in last or not self._is_once(item)]
+        items[:] = [item for item in items if _can_optimize(item)]
+        if self._storages:
+            best: dict[str, int] = {}
+            for item in items:
+                best[_name(item.nodeid)] = min(best.get(_name(item.nodeid), 99), self._rank(item))
+            items[:] = [i for i in items if self._rank(i) == best[_name(i.nodeid)] < 99]
+        items[:] = [item for item in items if not self._is_left_out(item)]
 
-    def _is_once(self, item: Any) -> bool:
-        """Whether one set of its parameters is enough."""
-        return any(words in _name(item.nodeid) for words in self._once)
-
-    def _applies(self, item: Any) -> bool:
-        if not (_can_optimize(item) and self._has_wanted_parameters(item)):
-            return False
-        reason = self._left_out.get(_name(item.nodeid))
-        if reason is not None:
-            self._outcomes[item.nodeid] = {"outcome": "left out", "text": reason}
-            self._reached.add(item.nodeid)
-        return reason is None
-
-    def _has_wanted_parameters(self, item: Any) -> bool:
+    def _rank(self, item: Any) -> int:
+        """The first storage will do, or the next one; of `n_jobs` nothing is made."""
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if self._is_quick and params.get("n_jobs", 1) != 1:
-            return False  # nothing is made of it
         modes = {value for name, value in params.items() if name.endswith("storage_mode")}
-        return self._storages is None or modes <= set(self._storages)
+        if params.get("n_jobs", 1) != 1 or not modes <= set(self._storages):
+            return 99
+        return max(map(self._storages.index, modes), default=0)
+
+    def _is_left_out(self, item: Any) -> bool:
+        reason = self._left_out.get(_name(item.nodeid))
+        if reason is None:
+            return False
+        self._outcomes[item.nodeid] = {"outcome": "left out", "text": reason}
+        self._reached.add(item.nodeid)
+        return True
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self._current = item.nodeid

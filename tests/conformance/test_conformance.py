@@ -17,8 +17,8 @@ def test_optunas_own_tests_pass(tmp_path: Path) -> None:
         pytest.skip(str(error))
     report = run(root, "quick", width=1)
     assert report.of("failed") == [], str(report)
-    assert len(report.of("passed")) >= 145  # they were found, and got as far as to optimize
-    assert len(report.of("passed inline")) >= 16
+    assert len(report.of("passed")) >= 110  # they were found, and got as far as to optimize
+    assert len(report.of("passed inline")) >= 8
 
 
 def test_every_test_that_is_let_off_is_documented() -> None:

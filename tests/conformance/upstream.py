@@ -34,9 +34,13 @@ CORE = (
 )
 SAMPLERS = ("samplers_tests", "importance_tests")
 OTHERS = ("visualization_tests", "test_cli.py")
-TIERS = {"quick": CORE, "core": CORE, "samplers": SAMPLERS, "others": OTHERS}
-QUICK_STORAGES = ["inmemory", "sqlite"]
-QUICK_ONCE = ["test_upgrade_", "stale_trial"]  # a second or more each; the storage alone differs
+QUICK = (
+    *(path for path in CORE if path != "storages_tests"),
+    "storages_tests/test_heartbeat.py::test_fail_stale_trials_with_optimize",
+    "storages_tests/test_heartbeat.py::test_heartbeat_stale_trial_callback",
+)
+TIERS = {"quick": QUICK, "core": CORE, "samplers": SAMPLERS, "others": OTHERS}
+QUICK_STORAGES = ["inmemory", "sqlite"]  # one of them: `tests.behaviour` has all of them
 
 _LIMIT_S = {"quick": 1800, "core": 1800, "samplers": 3600, "others": 1800}
 
@@ -131,9 +135,7 @@ def run(root: Path, tier: str, width: int) -> Report:
             {
                 "left out": {row.test: row.reason for row in declared("left out")},
                 "inline": [row.test for row in declared("inline")],
-                "storages": QUICK_STORAGES if tier == "quick" else None,
-                "once": QUICK_ONCE if tier == "quick" else [],
-                "quick": tier == "quick",
+                "storages": QUICK_STORAGES if tier == "quick" else [],
             }
         )
     )

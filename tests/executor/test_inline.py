@@ -18,15 +18,13 @@ from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.sampler_bridge.records import device_spans_of
 from optuna_fleet.wire.inbox import Inbox
 from optuna_fleet.wire.invitation import Invitation
-from tests.behaviour.test_same_results import losses_of
-from tests.fleets import Leg, small_pipeline, train
+from tests.fleets import Leg, run, small_pipeline, train
 
 
 def test_gives_the_same_losses_as_a_trainer(fleet: Any) -> None:
     study = optuna.create_study()
     study.optimize(train, n_trials=1, executor=FleetExecutor(small_pipeline(), cluster="inline"))
-    trial = study.trials[0].user_attrs
-    assert trial["losses"] + trial["noise"] == losses_of(fleet, {0: [Leg((0,))]})[0]
+    assert study.trials[0].user_attrs == run(fleet, train, Leg((0,))).user_attrs
 
 
 def test_exceptions_arrive_as_they_were_raised() -> None:

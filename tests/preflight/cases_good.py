@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from tqdm import tqdm
 
-from tests.behaviour import losses, objectives, test_steps
-from tests.behaviour import test_torch_objects as torch_objects
-from tests.behaviour import test_within_epochs as within_epochs
+from tests.behaviour import losses, objectives
+from tests.behaviour import test_moves as moves
 from tests.preflight.table import (
     ANY,
     BATCH,
@@ -50,10 +49,10 @@ GOOD = Table()
 
 for _name, _objective in objectives.OBJECTIVES.items():
     GOOD.add(f"usual: {_name}", _objective, ANY)
-for _objective in (within_epochs.trains, within_epochs.keeps_all):
+for _objective in (moves.trains, moves.keeps_all):
     GOOD.add(f"movable: {_objective.__name__}", _objective, ANY)
-GOOD.add("steps", test_steps.ALONG, ANY)
-GOOD.add("movable steps", test_steps.MOVABLE, ANY)
+GOOD.add("steps", moves.ALONG, ANY)
+GOOD.add("movable steps", moves.MOVABLE, ANY)
 
 # -- losses of torch, and others, in float32 ------------------------------------------------------
 
@@ -101,7 +100,7 @@ def _normalised(*, bias: bool = False) -> nn.Module:
     return network(nn.BatchNorm1d(8), nn.ReLU(), bias=bias)
 
 
-OPTIMIZERS = [kind for kind in torch_objects.OPTIMIZERS if _is_for_all(kind)]
+OPTIMIZERS = [kind for kind in moves.OPTIMIZERS if _is_for_all(kind)]
 for _kind in OPTIMIZERS:
 
     def _optimizer(model: nn.Module, kind: Any = _kind) -> Any:
@@ -148,7 +147,7 @@ def schedules(make: Callable[[Any], Any]) -> Any:
     return objective
 
 
-SCHEDULERS = torch_objects.SCHEDULERS | {
+SCHEDULERS = moves.SCHEDULERS | {
     # As many steps as a trial may have, however its epochs are numbered.
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100),
 }

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.behaviour import losses, objectives, test_loops, test_silent_defects
+from tests.behaviour import losses, objectives
 from tests.preflight.table import (
     ANY,
     BATCH,
@@ -743,10 +743,9 @@ for _name, _objective in objectives.UNLIKE.items():
     else:
         WRONG.add(f"at hand: {_name}", _objective, ONE, "unlike sizes")
 for _name in ("changes_outputs_in_place", "weighs_what_it_fetched_ahead"):
-    WRONG.add(f"notes in a list: {_name}", getattr(test_loops, _name), STAYS, "seen")
+    WRONG.add(f"notes in a list: {_name}", getattr(objectives, _name), STAYS, "seen")
 
 # -- what was once wrong --------------------------------------------------------------------------
 
-for _name, _case in test_silent_defects.CASES.items():
-    if tuple(_case.outcomes) == ("exact",):
-        WRONG.add(f"once wrong: {_name}", _case.objective, ANY)
+for _name, _objective in objectives.ONCE_WRONG.items():
+    WRONG.add(f"once wrong: {_name}", _objective, ANY)
