@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from in_process import Blueprint, Oracle, batch, furthest, mlp, sgd, train
 from torch import nn
@@ -151,6 +151,7 @@ def test_whatever_the_speeds_and_latencies_are(data):
     st.integers(0, 2),
     st.booleans(),
 )
+@example([[1.0, 2.0]], 3, 0, True)  # which is seldom drawn
 def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, distance, flush):
     is_alone = len(workers) == 1
     schedule = WaveSynchronous(wave_size, None if is_alone else distance)
