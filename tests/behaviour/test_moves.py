@@ -38,8 +38,7 @@ EXACTLY: dict[str, Any] = {"rel": 0.0, "absolute": 0.0}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:To get the last learning rate"),
-    pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step"),  # torch 2.4
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
+    pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step"),
 ]
 
 # -- between epochs -------------------------------------------------------------------------------
