@@ -42,6 +42,11 @@ def cpu_fleet(pipeline: SharedPipeline | None = None, **options: Any) -> FleetEx
     return FleetExecutor(pipeline, devices=1, device_type="cpu", **options)
 
 
+def printed(text: str) -> str:
+    """Without what gloo prints, in some versions of torch."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("[Gloo]"))
+
+
 # -- objectives of scripts ------------------------------------------------------------------------
 
 HELPER = """
@@ -180,7 +185,7 @@ def test_objectives_of_a_script_and_torch_whenever_they_import_it(
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
+    told = json.loads(printed(done.stdout))
     first, *others = told.pop("late")
     assert others == [first, first]
     assert told.pop("before") == first[0]
@@ -246,7 +251,7 @@ def test_an_objective_may_pickle_and_spawn_what_its_script_defines(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     ended = ran(nursery, tmp_path, SPAWNING + GUARDED)
-    assert ended.stdout.split() == 3 * ["value", "2.0"], ended.stderr
+    assert printed(ended.stdout).split() == 3 * ["value", "2.0"], ended.stderr
 
 
 def test_a_script_without_a_main_guard_is_told_so_by_what_it_spawns(
@@ -254,7 +259,7 @@ def test_a_script_without_a_main_guard_is_told_so_by_what_it_spawns(
 ) -> None:
     ended = ran(nursery, tmp_path, SPAWNING + "main(objective)")
     assert 'put that under `if __name__ == "__main__":`' in ended.stderr
-    assert ended.stdout.split() == ["value", "-1.0"]
+    assert printed(ended.stdout).split() == ["value", "-1.0"]
 
 
 WITHOUT_STREAMS = """
