@@ -119,7 +119,7 @@ def test_a_node_that_freezes_is_lost_with_its_store_and_ends_when_it_thaws(
                 for pid in frozen:
                     os.kill(pid, signal.SIGSTOP)
 
-        here.fleet.script = {0: [Leg((0,), 1), Leg((2,), 3), Leg((2, 3))]}
+        here.fleet.script = {0: [Leg((0,), 1), Leg((2,), 3), Leg((2, 3)), Leg((2, 3))]}
         assert_allclose(sweep(here.fleet, freeze_first, 1), undisturbed[:1], rtol=1e-10)
         here.start("a")
         while runtime_of(here.fleet).nodes.named("a") is None:
