@@ -131,6 +131,7 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
         ("1 4 7 b", "1, 4, 7"),
         ("4 1 7 4 b", "1, 7, 4"),
         ("1 1 1 4 b", None),  # one that is lost again and again may be to blame itself
+        ("1 b1 1 1 b1 1", "1, 1, 1"),  # unless it gets on elsewhere
         ("1 4 a 7 b", None),
         ("b 1 4 7", None),  # what was before its first loss is no evidence against it
         ("1 b a 4 7 9", None),
@@ -141,13 +142,13 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
 def test_a_node_that_loses_three_trials_while_another_gets_on_is_left_out_once(
     happens: str, trials: str | None
 ) -> None:
-    """Trials by number: lost on node "a"; letters: this node gets on."""
+    """Trials by number: lost on node "a"; letters: this node gets on, by another trial or this."""
     faults = NodeFaults()
     for what in happens.split():
         if what.isdecimal():
             faults.lost("a", int(what), f"of {what}")
         else:
-            faults.progressed([what])
+            faults.progressed([what[0]], int(what[1:] or 99))
     bad = faults.take_bad({"a", "b"})
     assert [node for node, _ in bad] == ["a"] * (trials is not None)
     for _, why in bad:

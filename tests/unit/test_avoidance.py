@@ -58,6 +58,21 @@ def test_a_probe_goes_on_on_another_node_if_there_is_room() -> None:
     assert launches(world.controller.handle(JOINED[A], ended(1, B))) == [(0, (B,))]
 
 
+def test_one_that_needs_several_devices_goes_on_on_another_node_with_as_much_room() -> None:
+    world = World(
+        devices=[Device(index=d, node=d // 2, kind="cpu") for d in range(4)],
+        trials=1,
+        at_once=True,
+        max_restarts=1,
+    )
+    world.tell(reached(0, "s", min_devices=2, max_devices=2), rate(0))
+    world.end(0, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (0, 1)
+    world.lose(run_id)
+    assert launches(world.log)[-1] == (0, (2, 3))
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_with_its_last_restart_it_waits_for_another_node_and_others_come_first(
     is_known: bool,

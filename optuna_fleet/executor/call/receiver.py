@@ -99,7 +99,7 @@ class Receiver:
         if (ended := self._calls.carry_out(run, run.calls.take(call))) is not None:
             news.append(self._evaluator.epoch_ended(run.launch.number, ended))
         if isinstance(call, Report | EndEpoch) and self._node_faults.any_lost:
-            news += self._progressed(run.launch.devices)
+            news += self._progressed(run, run.launch.devices)
         if sweep.proposals.is_delayed:
             news += propose(sweep, again=True)
         return news
@@ -203,7 +203,7 @@ class Receiver:
         if message.has_device_failed and message.error is not None:
             news = self._lost(run, device, message.error.description) + news
         elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
-            news = self._progressed([device]) + news
+            news = self._progressed(run, [device]) + news
         return [*news, *sweep.fail_if_faulty(run), *self.changes()]
 
     # -- the fleet --------------------------------------------------------------------------------
@@ -249,8 +249,9 @@ class Receiver:
         self._node_faults.lost(self._agents.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
-    def _progressed(self, devices: Iterable[int]) -> list[Event]:
-        self._node_faults.progressed({self._agents.node_of(device) for device in devices})
+    def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
+        nodes = {self._agents.node_of(device) for device in devices}
+        self._node_faults.progressed(nodes, run.launch.number)
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:

@@ -111,7 +111,9 @@ class Problems:
         kinds, by_place = self._devices.kinds, defaultdict[tuple[int, str], list[int]](list)
         for device in sorted(usable):
             by_place[self._devices[device].node, self._devices[device].kind].append(device)
-        nodes = dict(sorted(by_place.items()))  # each node and type is a node of the problem
+        # Each node and type is a node of the problem; of those with equal room the first is taken.
+        lost_on = {node for trial in candidates if trial.run is None for node in trial.lost_on}
+        nodes = dict(sorted(by_place.items(), key=lambda it: (it[0][0] in lost_on, it[0])))
         move_s = median(self._state.moves_s) if self._state.moves_s else self._policy.rescale_s
         problem = AllocationProblem(
             candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
@@ -172,8 +174,8 @@ class Problems:
         least, most = model.min_devices, self._widest(model)
         if not self._state.may_grow:
             least = min(least, most)  # it is launched all the same, to fail and say so
-        home = tuple(d for d in trial.previous_devices if d in usable)
-        devices = trial.run.devices if trial.run else home
+        home = (d for d in trial.previous_devices if d in usable and not self._shuns(trial, d))
+        devices = trial.run.devices if trial.run else tuple(home)
         width = min(trial.most_devices, max(least, most))
         if not self._clearance.may_widen(trial):
             width = 1

@@ -44,15 +44,17 @@ class Faults:
 
 
 class NodeFaults:
-    """Counts, for each node of one call, different trials that were lost there in a row.
+    """Counts, for each node of one call, trials that were lost there in a row.
 
-    One trial that is lost again and again may be to blame itself; so may be the objective, if no
-    other node makes progress.
+    One that is lost again and again may be to blame itself, and counts once, unless it gets on
+    elsewhere in between; so may be the objective, if no other node makes progress.
     """
 
     def __init__(self) -> None:
-        # By node, since it last got on: trials, and why; and who has got on since the first.
-        self._lost: dict[str, dict[int, str]] = {}
+        # By node, since it last got on: trials, each with how often it had got on, and why; and
+        # who has got on since the first.
+        self._lost: dict[str, dict[tuple[int, int], str]] = {}
+        self._steps = Counter[int]()
         self._others: dict[str, set[str]] = {}
 
     @property
@@ -63,12 +65,14 @@ class NodeFaults:
     def lost(self, node: str, trial: int, cause: str) -> None:
         """A trial was lost there, by no doing of its own that is known."""
         lost = self._lost.setdefault(node, {})
-        lost.pop(trial, None)  # so that it is the last one
-        lost[trial] = cause
+        key = trial, self._steps[trial]
+        lost.pop(key, None)  # so that it is the last one
+        lost[key] = cause
         self._others.setdefault(node, set())
 
-    def progressed(self, nodes: Iterable[str]) -> None:
+    def progressed(self, nodes: Iterable[str], trial: int) -> None:
         """A trial got on there: it ended an epoch, or ended."""
+        self._steps[trial] += 1
         for node in nodes:
             self._forget(node)
             for others in self._others.values():
@@ -90,8 +94,8 @@ class NodeFaults:
         self._others.pop(node, None)
 
 
-def _why(lost: Mapping[int, str]) -> str:
-    trials, (*_, cause) = ", ".join(map(str, lost)), lost.values()
+def _why(lost: Mapping[tuple[int, int], str]) -> str:
+    trials, (*_, cause) = ", ".join(str(trial) for trial, _ in lost), lost.values()
     return (
         f"trials {trials} were lost there in a row, while others make progress; the last one "
         f"because {cause}"
