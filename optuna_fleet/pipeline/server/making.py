@@ -363,7 +363,7 @@ class Making:
             named += ["..."] * (len(message.skipped) > _MOST_NAMED)
             complaint = message.complaint.text()
             self._tell(_SKIPPED, key.name, named=", ".join(named), complaint=complaint)
-        if self._decoded.is_full and self._decoded.serves(key.name):
+        if self._decoded.lacks(key.name):
             mib = (self.arena.nbytes - self._space.nbytes) >> 20
             self._tell(_DECODED_FULL, key.name, mib=mib)
         self._staff()
