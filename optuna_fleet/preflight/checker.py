@@ -20,7 +20,7 @@ from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.check import Check
-from optuna_fleet.preflight.rehearsals import Order, prepare_process
+from optuna_fleet.preflight.rehearsals import ENVIRONMENT, Order, prepare_process
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count
@@ -104,7 +104,7 @@ class Checker(contextlib.ExitStack):
             process = ModuleProcess(
                 "optuna_fleet.preflight.checker",
                 (theirs.fileno(), tuple(sys.path), (*modules_to_preload(), *others)),
-                environment={},
+                environment=ENVIRONMENT,  # at once: some modules look at it when they are imported
                 pass_fds=[theirs.fileno()],
             )
         self.callback(process.kill)
