@@ -97,7 +97,8 @@ class Checker(contextlib.ExitStack):
     def _connected(self) -> Connection:
         ours, theirs = socket.socketpair()
         # Each rehearsal would import Lightning, say, anew, which takes seconds.
-        others = [name for name in sys.modules if name.startswith("optuna_fleet.integrations.")]
+        known = tuple(sys.modules)  # at once: another thread may import something
+        others = [name for name in known if name.startswith("optuna_fleet.integrations.")]
         self._connection = self.enter_context(Connection(ours.detach()))
         self.callback(setattr, self, "_connection", None)
         with theirs:
