@@ -24,15 +24,18 @@ _OF_A_LOADER = {
     "indices, whose order all trials share",
     "worker_init_fn": "each sample is seeded, from `seed`; what each process needs for itself a "
     "data set sets up in __setstate__, which is called once in each of them",
+    "weights": "`sampler=torch.utils.data.WeightedRandomSampler(weights, num_samples)` draws by "
+    "them",
 }
 
 
-def length_of(name: str, value: Any, options: Collection[str]) -> int:
+def length_of(name: str, value: Any, names: Collection[str], options: Collection[str]) -> int:
     """Returns the length of what was given under the name of a data set; 0 of an unknown one.
 
-    The name is none of the ``options``.
+    It is one of the ``names`` of all data sets, and none of the ``options``.
     """
-    if name in _OF_A_LOADER or not (_is_map_style(value) or is_stream(value)):
+    is_option = name in _OF_A_LOADER or _has_names(value, names)  # one that is misspelt
+    if is_option or not (_is_map_style(value) or is_stream(value)):
         raise FleetConfigError(_complaint(name, value, options))
     try:
         length = len(value)
@@ -40,6 +43,11 @@ def length_of(name: str, value: Any, options: Collection[str]) -> int:
         return 0
     check_length(name, length)
     return int(length)
+
+
+def _has_names(value: Any, names: Collection[str]) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_list and all(isinstance(each, str) and each in names for each in value)
 
 
 def check_length(name: str, length: int) -> None:

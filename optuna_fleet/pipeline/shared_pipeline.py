@@ -117,7 +117,7 @@ class SharedPipeline:
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
         lengths = {
-            name: data_options.length_of(name, dataset, _options())
+            name: data_options.length_of(name, dataset, datasets, _options())
             for name, dataset in datasets.items()
         }
         check_number("shards", shards, least=1, most=10_000, whole=True)

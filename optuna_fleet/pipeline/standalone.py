@@ -125,9 +125,9 @@ class PipelineReader:
 
         Raises:
             FleetConfigError: An argument can't work, a rank would get no sample of a batch, or
-                this process or reader may not read.
+                this process may not read.
             PreprocessingError: While iterating: a sample could not be made.
-            FleetError: While iterating: the pipeline is gone.
+            FleetError: While iterating: the pipeline is gone, or the reader was closed.
         """
         self._check()
         plan = planned(
@@ -287,8 +287,8 @@ def _explained() -> Iterator[None]:
 def _gone() -> PipelineLostError:
     return PipelineLostError(
         "The SharedPipeline is gone and runs no more: the `with` block that started it was left, "
-        "or its processes have ended, and what they printed says why. It can be read on the "
-        "machine where it runs."
+        "or its processes have ended, and what they printed says why. Or this reader was closed. "
+        "It can be read on the machine where it runs."
     )
 
 

@@ -20,7 +20,7 @@ from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.preflight.check import Check
-from optuna_fleet.preflight.rehearsals import Order, prepare_process
+from optuna_fleet.preflight.rehearsals import ENVIRONMENT, Order, prepare_process
 from optuna_fleet.preflight.verdict import Verdict
 from optuna_fleet.processes import ModuleProcess, end_session, preload
 from optuna_fleet.resources import cpu_count
@@ -97,14 +97,15 @@ class Checker(contextlib.ExitStack):
     def _connected(self) -> Connection:
         ours, theirs = socket.socketpair()
         # Each rehearsal would import Lightning, say, anew, which takes seconds.
-        others = [name for name in sys.modules if name.startswith("optuna_fleet.integrations.")]
+        known = tuple(sys.modules)  # at once: another thread may import something
+        others = [name for name in known if name.startswith("optuna_fleet.integrations.")]
         self._connection = self.enter_context(Connection(ours.detach()))
         self.callback(setattr, self, "_connection", None)
         with theirs:
             process = ModuleProcess(
                 "optuna_fleet.preflight.checker",
                 (theirs.fileno(), tuple(sys.path), (*modules_to_preload(), *others)),
-                environment={},
+                environment=ENVIRONMENT,  # at once: some modules look at it when they are imported
                 pass_fds=[theirs.fileno()],
             )
         self.callback(process.kill)

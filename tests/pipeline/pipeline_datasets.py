@@ -70,10 +70,14 @@ class Ragged(Counted):
 
 
 class Raising(Counted):
-    """Raises on sample 17 as long as the switch is 0."""
+    """Raises on one sample as long as the switch is 0."""
+
+    def __init__(self, n: int, at: int = 17) -> None:
+        super().__init__(n)
+        self.at = at
 
     def __getitem__(self, index: int) -> int:
-        if index == 17 and not COUNTS[SWITCH]:
+        if index == self.at and not COUNTS[SWITCH]:
             raise ValueError("broken image")
         return index
 

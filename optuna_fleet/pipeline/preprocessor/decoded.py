@@ -20,9 +20,9 @@ import numpy as np
 
 from optuna_fleet.pipeline.chunks.arena import Arena
 
-_USED, _IS_FULL, _ENTRIES = 0, 1, 2
-"""Numbers in the table: bytes taken, whether they did not suffice, and two for each sample: its
-address + 1 (0: it is not there), its length."""
+_USED, _DATASETS = 0, 1
+"""Numbers in the table: bytes taken, and of each data set whether there was no room for all of it,
+then two for each sample: its address + 1 (0: it is not there), its length."""
 
 
 class DecodedStore:
@@ -34,8 +34,7 @@ class DecodedStore:
     def __init__(self, arena: Arena, begin: int, lengths: Mapping[str, int]) -> None:
         self._arena = arena
         self._begin = begin
-        self._lengths = lengths
-        *firsts, end = accumulate((2 * n for n in lengths.values()), initial=_ENTRIES)
+        *firsts, end = accumulate((1 + 2 * n for n in lengths.values()), initial=_DATASETS)
         self._firsts = dict(zip(lengths, firsts, strict=True))
         self._table = np.frombuffer(mmap.mmap(-1, 8 * end), np.int64)
         self._lock = os.memfd_create("optuna-fleet-decoded", os.MFD_CLOEXEC)
@@ -46,20 +45,15 @@ class DecodedStore:
         """Bytes it takes of the arena."""
         return int(self._table[_USED])
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it could not take a sample."""
-        return bool(self._table[_IS_FULL])
-
-    def serves(self, name: str) -> bool:
-        """Returns whether samples of this data set are kept."""
-        return name in self._lengths
+    def lacks(self, name: str) -> bool:
+        """Returns whether it could not take a sample of this data set, which is to be kept."""
+        return name in self._firsts and bool(self._table[self._firsts[name]])
 
     def get(self, name: str, index: int) -> list[Any]:
         """Returns a copy of the prepared sample in a list; an empty one if it is not there."""
         from optuna_fleet.pipeline.chunks.layout import ChunkView
 
-        entry = self._firsts[name] + 2 * index
+        entry = self._entry(name, index)
         address, length = map(int, self._table[entry : entry + 2])
         if not address:
             return []
@@ -70,18 +64,21 @@ class DecodedStore:
         """Keeps a prepared sample, if there is room."""
         from optuna_fleet.pipeline.chunks.layout import Chunk
 
-        chunk, entry = Chunk.of([prepared], collated_by_user=True), self._firsts[name] + 2 * index
+        chunk, entry = Chunk.of([prepared], collated_by_user=True), self._entry(name, index)
         length = chunk.nbytes
         with self._locked():
             address = self._begin + self.used_bytes
             if address + length > self._arena.nbytes:
-                self._table[_IS_FULL] = True
+                self._table[self._firsts[name]] = True
                 return
             self._table[_USED] += length
         chunk.write(self._arena.writable(address, length))
         with self._locked():  # what is written is seen before the entry is
             self._table[entry + 1] = length
             self._table[entry] = address + 1
+
+    def _entry(self, name: str, index: int) -> int:
+        return self._firsts[name] + 1 + 2 * index
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -77,6 +77,10 @@ _UNSEEDED = (
     "np.random.default_rng(torch.initial_seed()), and keep nothing that changes from one sample "
     "to the next."
 )
+_UNMEASURED = (
+    "The first samples of data set {name!r} could not be made on this node, so that their size is "
+    "guessed. Nodes that could make them share none of its samples with this one."
+)
 _UNSTARTED = (
     "A preprocessor can't be started ({error}); this is tried again. See the limits on processes "
     "and open files: ulimit -u, ulimit -n, pids.max of the control group."
@@ -337,6 +341,8 @@ class Making:
             self._num_unmeasured[name] += 1
             if self._num_unmeasured[name] < MAX_DEATHS:
                 return  # once more: nodes that guess another size share nothing of it
+            if self._peers is not None and self._peers.plan.is_shared:
+                self._tell(_UNMEASURED, name)
         if not message.is_repeatable:
             self._tell(_UNSEEDED, name)
         size = choose_chunk_size(
@@ -363,7 +369,7 @@ class Making:
             named += ["..."] * (len(message.skipped) > _MOST_NAMED)
             complaint = message.complaint.text()
             self._tell(_SKIPPED, key.name, named=", ".join(named), complaint=complaint)
-        if self._decoded.is_full and self._decoded.serves(key.name):
+        if self._decoded.lacks(key.name):
             mib = (self.arena.nbytes - self._space.nbytes) >> 20
             self._tell(_DECODED_FULL, key.name, mib=mib)
         self._staff()

@@ -107,6 +107,11 @@ class Telling:
         )
         if position.is_inside and bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
+        if batch_size > samples:
+            self._session.warn(
+                f"batch_size={batch_size} is larger than data set '{asked.name}' with its "
+                f"{samples} samples: each epoch is one batch of {samples}."
+            )
 
     def need(self, num_devices: int) -> NoReturn:
         """Leave the objective, which is to begin anew on no fewer devices.

@@ -91,10 +91,12 @@ def test_little_memory_does_not_make_nodes_wait_for_each_other(stages, memory_by
 
 
 def test_a_sample_that_raises_is_an_error_on_every_node():
-    with nodes(SharedPipeline(train=Raising(64), shuffled=[]), 2, patience_s=LONG_S) as found:
+    data = SharedPipeline(train=Raising(64, at=1), shuffled=[])
+    with nodes(data, 2, patience_s=LONG_S) as found:
         for node in found:
             with pytest.raises(PreprocessingError, match="broken image"):
                 list(node.client().read("train", epoch=0, batch_size=8))
+            assert sum("their size is guessed" in text for text in node.notices()) == 1
         COUNTS[SWITCH] = 1  # mended
         for node in found:
             read = node.client().read("train", epoch=0, batch_size=8)

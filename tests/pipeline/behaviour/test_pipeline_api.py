@@ -95,6 +95,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"spill_dir": 3}, "`spill_dir` is 3, but must be the path of a folder"),
     ({"shuffle": True}, "`shuffle` is no option.*: `shuffled` takes the names"),
     ({"spil_dir": "/tmp"}, "`spil_dir` is no option.*did you mean `spill_dir`"),
+    ({"shuffled": [], "bached": ["train"]}, "`bached` is no option.*did you mean `batched`"),
+    ({"shuffled": [], "weights": [0.5] * 8}, "`weights` is no option.*WeightedRandomSampler"),
     ({"batch_size": 32}, "given to trial.batches"),
     ({"batch_sampler": BatchSampler([1], 1, False)}, "`batch_sampler` is no .*single indices"),
     ({"worker_init_fn": print}, "`worker_init_fn` is no .*__setstate__.*each"),

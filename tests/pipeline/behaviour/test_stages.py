@@ -216,12 +216,18 @@ def test_a_first_sample_that_is_skipped_does_not_spoil_the_others():
 
 
 def test_a_store_that_is_too_small_keeps_what_it_can(plain):
-    with serving(SharedPipeline(**cropped()), memory_bytes=18 * 4096) as agent:
+    pipeline = SharedPipeline(**cropped(), train_few=cropped(n=2)["train"])
+    with serving(pipeline, memory_bytes=18 * 4096) as agent:
+        few = [next(iter(agent.client().read("train_few", epoch=0, batch_size=2)))]
         assert same(images(agent), plain)
+        few += agent.client().read("train_few", epoch=1, batch_size=2)
         stats = agent.stats()
-        assert sum("decoded store" in text for text in agent.notices()) == 1
+        told = [text for text in agent.notices() if "decoded store" in text]
+    assert len(few) == 2
+    assert [text for text in told if "'train'" in text] == told  # the few are all there
+    assert len(told) == 1
     # Up to 24 samples fit; how many of them are there in time for which epoch, the load decides.
-    assert 0 < stats.num_loaded <= 48
+    assert 0 < stats.num_loaded <= 50
     assert stats.decoded_bytes <= 6 * 4096
     assert stats.peak_bytes <= 18 * 4096
 

@@ -299,7 +299,8 @@ def test_readers_are_for_their_process_and_their_block(running: SharedPipeline) 
         next(left)
         assert "forked" in Forked(lambda: refusal(reader)).result()
         assert len(indices(reader.batches("train", batch_size=8, epoch=0))) == SIZE
-    with pytest.raises(FleetError):
-        indices(left)
+    for late in (left, reader.batches("train", batch_size=8, epoch=0)):
+        with pytest.raises(FleetError, match="reader was closed"):
+            indices(late)
     with pytest.raises(FleetError):
         indices(reader.batches("train", batch_size=8, epoch=0))
