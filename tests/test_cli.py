@@ -157,7 +157,9 @@ def test_all_that_can_be_replayed_are_compared(trace: str, ensemble: str, capsys
     names = ["equal-split", "elastic", *(f"{name}:paradigm=elastic" for name in POLICIES)]
     policies = [word for name in names for word in ("--policy", name)]
     assert main(["replay", trace, ensemble, *policies, "--max-trials", "2"]) == 0
-    titles, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    printed = capsys.readouterr().out.splitlines()
+    assert len({*map(len, printed)}) == 1  # its columns are below each other
+    titles, *rows = map(str.split, printed)
     assert [row[0] for row in rows] == names
     assert all(float(row[titles.index("utilisation")]) > 0 for row in rows)
 

@@ -185,6 +185,7 @@ def test_a_later_call_takes_the_place_of_another(study: optuna.Study) -> None:
 def test_any_study_can_be_looked_at() -> None:
     study = optuna.create_study(study_name="a\x1b[31m\nb", directions=["minimize"] * 2)
     assert at(study, 0).lines()[0] == "a\ufffd[31m\ufffdb  no trials yet"
+    assert "best" not in facts_of(at(study, 0))
     study.optimize(lambda trial: (0.0, trial.suggest_float("x", 0, 1)), n_trials=1)
     trial = study.ask()
     snapshot = at(study, 0)

@@ -36,6 +36,8 @@ Objective = Callable[[Candidate, int], float]
 OBJECTIVES = ("throughput", "scaling-efficiency")
 """Samples per second; devices that scale perfectly, r(m) / r(1)."""
 
+_MOST_S = 1e9  # centuries; without an end what moves cost would count for nothing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticAllocator:
@@ -64,7 +66,7 @@ class ElasticAllocator:
             lambda given: callable(given) or given in known,
             f"be one of {known} or a function",
         )
-        check_number("forward_looking_s", self.forward_looking_s, above=0)
+        check_number("forward_looking_s", self.forward_looking_s, above=0, most=_MOST_S)
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""

@@ -125,7 +125,7 @@ def _run_and_report(options: argparse.Namespace) -> int:
                 save_gantt(outcome, path.with_stem(stem), given)
             yield reports[-1]
 
-    for row in rows(each()):
+    for row in rows(each(), max(map(len, policies))):
         if str(options.json) != "-":
             print(row, flush=True)
     if options.json:
@@ -195,16 +195,20 @@ _COLUMNS = (
 )
 
 
-def rows(reports: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """A table of policies, line by line: what the reports have of the columns."""
-    titles: list[str] = []
+def rows(reports: Iterable[Mapping[str, Any]], longest: int) -> Iterator[str]:
+    """A table of policies, line by line: what the reports have of the columns.
+
+    The longest name of a policy is so long.
+    """
+    widths: dict[str, int] = {}
     for report in reports:
         cells = dict(_flat(report))
-        if not titles:
-            titles = [title for title in _COLUMNS if title in cells]
-            yield "  ".join(f"{title:<11}" for title in titles)
-        texts = {title: _shown(cells.get(title, "-")) for title in titles}
-        yield "  ".join(f"{text:<{max(11, len(title))}}" for title, text in texts.items())
+        if not widths:
+            widths = {title: max(11, len(title)) for title in _COLUMNS if title in cells}
+            widths["policy"] = max(11, longest)
+            yield "  ".join(f"{title:<{width}}" for title, width in widths.items())
+        texts = {title: _shown(cells.get(title, "-")) for title in widths}
+        yield "  ".join(f"{texts[title]:<{width}}" for title, width in widths.items())
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:

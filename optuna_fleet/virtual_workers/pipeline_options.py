@@ -97,7 +97,7 @@ def checked_options(
                 "is called: those of several virtual workers would come apart. Leave out "
                 "`clock_distance`, and it trains in stages."
             )
-        options = replace(options, virtual_workers=1)
+        options = replace(options, virtual_workers=1, layout=None)
     session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run=run, spans_types=True)

@@ -1,7 +1,7 @@
 """Pictures of what a fleet did, drawn from what the study stored.
 
 `timeline` draws who was where and when, with plotly. `top` shows a sweep as it is now, in a
-terminal: a `view` of a `snapshot` of its study.
+terminal.
 """
 
 from optuna_fleet.visualization.timeline import plot_timeline

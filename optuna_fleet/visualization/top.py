@@ -261,7 +261,8 @@ class Snapshot:
     def _best(self) -> str:
         """Of several objectives, the trials that no other is better than."""
         if len(self._study.directions) > 1:
-            return f"trials {_numbers(trial.number for trial in self._study.best_trials)}"
+            best = _numbers(trial.number for trial in self._study.best_trials)
+            return best and f"trials {best}"
         try:
             trial = self._study.best_trial
         except ValueError:  # no trial is complete, or none is feasible

@@ -25,6 +25,7 @@ def fleet_of(devices, *trials, **more):
     [
         ({"objective": "speed"}, "`objective` is 'speed', but must be one of"),
         ({"forward_looking_s": 0.0}, "`forward_looking_s` is 0.0, but must be a number > 0"),
+        ({"forward_looking_s": float("inf")}, "`forward_looking_s` is inf, but must be a number"),
         ({"forward_looking_s": float("nan")}, "`forward_looking_s` is nan, but must be a number"),
     ],
 )

@@ -293,15 +293,19 @@ def built_with(layer: nn.Module) -> nn.Sequential:
     return layers().append(layer).double()
 
 
+FLUSHED = {"in_flight": 4, "virtual_workers": 2}
+NODES = {"in_flight": 1, "clock_distance": 0, "layout": "NP"}
+
+
 @pytest.mark.parametrize(
-    ("layer", "num_workers"), [(Counter(), 1), (Bag(), 1), (nn.Identity(), 2)]
+    ("layer", "num_workers", "options"),
+    [(Counter(), 1, FLUSHED), (Bag(), 1, FLUSHED), (Bag(), 1, NODES), (nn.Identity(), 2, FLUSHED)],
 )
 def test_layers_that_can_not_be_added_up_share_no_batch(
-    fleet: Any, layer: nn.Module, num_workers: int
+    fleet: Any, layer: nn.Module, num_workers: int, options: dict[str, Any]
 ) -> None:
     build = functools.partial(built_with, layer)
     make = torch.optim.SGD if isinstance(layer, Bag) else momentum
-    options = {"in_flight": 4, "virtual_workers": 2}
     objective = functools.partial(trains, options=options, build=build, make=make)
     alone, on_two = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((2, 1)))
     assert on_two.user_attrs["layout"] == [num_workers, 2 // num_workers]
