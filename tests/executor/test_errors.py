@@ -277,10 +277,13 @@ def big_batch(trial: Any) -> float:
     return float(sum(sizes))
 
 
-def test_a_batch_larger_than_the_data_is_one_batch(fleet: Any) -> None:
+def test_a_batch_larger_than_the_data_is_one_batch_and_a_word(
+    fleet: Any, log: io.StringIO
+) -> None:
     study = optuna.create_study()
     study.optimize(big_batch, n_trials=1, executor=fleet)
     assert study.best_value == 41
+    assert "batch_size=1000 is larger than data set 'train'" in log.getvalue()
 
 
 # -- several devices -----------------------------------------------------------------------------
