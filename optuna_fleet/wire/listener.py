@@ -67,7 +67,7 @@ class Listener:
         self._applicants: list[_Applicant] = []  # the oldest first
         self._num_refused = 0
         self._refused = ""
-        self._is_quiet = False
+        self._is_quiet = self._looks_for_late = False
         self._socket = _bound(host, port)
         self._socket.setblocking(False)
         self.host, self.port = self._socket.getsockname()[:2]
@@ -125,10 +125,20 @@ class Listener:
             return
         applicant = _Applicant(sock=tls, address=address, since=time.monotonic())
         self._applicants.append(applicant)
-        late = "did not prove itself in time"
-        self._inbox.call_later(HANDSHAKE_LIMIT_S, self._refuse, applicant, late)
+        if not self._looks_for_late:
+            self._refuse_late()
         self._inbox.watch(tls.fileno(), select.EPOLLIN, partial(self._hear, applicant))
         self._hear(applicant)  # its first words may be there
+
+    def _refuse_late(self) -> None:
+        """Again and again, as long as there are applicants: one timer serves all of them."""
+        now = time.monotonic()
+        while self._applicants and self._applicants[0].since + HANDSHAKE_LIMIT_S <= now:
+            self._refuse(self._applicants[0], "did not prove itself in time")
+        self._looks_for_late = bool(self._applicants)
+        if self._looks_for_late:
+            left_s = self._applicants[0].since + HANDSHAKE_LIMIT_S - now
+            self._inbox.call_later(left_s, self._refuse_late)
 
     def _hear(self, applicant: _Applicant, events: int = 0) -> None:
         try:
@@ -144,8 +154,6 @@ class Listener:
         self._on_connect(channel)
 
     def _refuse(self, applicant: _Applicant, why: str) -> None:
-        if applicant not in self._applicants:
-            return
         self._forget(applicant)
         applicant.sock.close()
         self._note_refusal(f"{applicant.address} {why}")

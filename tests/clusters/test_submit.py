@@ -81,6 +81,8 @@ def test_the_script(capsys: pytest.CaptureFixture[str]) -> None:
         (["--account", "abc", "python"], "'abc' is no long option, and no program"),
         (["--comment=a b", "python"], "write those with a blank into the script"),
         (["--file", "sweep.py", "python"], "sweep.py is there already"),
+        (["--time", "2:00", "python"], "--time 2:00 is 120 s, but Slurm is to announce its end"),
+        (["--time", "0-0:1", "--notice", "61", "python"], "--time 0-0:1 is 60 s"),
         (["--file", "nowhere/x", "python"], "nowhere/x can't be written"),
     ],
 )

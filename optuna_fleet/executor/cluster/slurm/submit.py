@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import operator
 import os
 import shlex
 import shutil
@@ -111,6 +113,11 @@ def _check(given: argparse.Namespace, command: Sequence[str]) -> None:
             f"{(short or command)[0]!r} is no long option, and no program: give options of sbatch "
             "in one word, as in --account=abc, and write those with a blank into the script."
         )
+    if (limit_s := _seconds(given.time or "")) <= given.notice:  # it would be told at once
+        raise FleetConfigError(
+            f"--time {given.time} is {limit_s} s, but Slurm is to announce its end {given.notice} "
+            "s before: give more, as in 8:00:00 for 8 hours, or a shorter --notice."
+        )
 
 
 def _script(given: argparse.Namespace, command: Sequence[str], name: str, file: str) -> str:
@@ -138,6 +145,16 @@ def _script(given: argparse.Namespace, command: Sequence[str], name: str, file: 
         grace_s=max(1, given.notice // 2),
         afterwards=_REQUEUE if given.requeue else _TELL.format(file=file),
     )
+
+
+def _seconds(limit: str) -> float:
+    """What Slurm takes a time limit for; infinity for none, and for what it will refuse."""
+    days, is_long, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (days or "0", *parts)):
+        return math.inf
+    units = (3600, 60, 1) if is_long or len(parts) == 3 else (60, 1)
+    return sum(map(operator.mul, map(int, parts), units), 86400 * int(days or 0)) or math.inf
 
 
 def _write(file: Path, script: str) -> None:
