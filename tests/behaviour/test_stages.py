@@ -70,7 +70,7 @@ def plainly(trial: Any) -> None:
         with torch.no_grad():
             batches = [*trial.batches("val", batch_size=8)]
             sums = [F.cross_entropy(model(x), y).item() * len(x) for x, y in batches]
-        seen.append(sum(sums) / sum(len(x) for x, _ in batches))
+        seen.append(functools.reduce(operator.add, sums) / sum(len(x) for x, _ in batches))
 
 
 def test_stages_give_the_bits_of_one_device_also_where_they_move(lab: Any) -> None:
