@@ -293,13 +293,13 @@ def built_with(layer: nn.Module) -> nn.Sequential:
     return layers().append(layer).double()
 
 
-FLUSHED = {"in_flight": 4, "virtual_workers": 2}
-NODES = {"in_flight": 1, "clock_distance": 0, "layout": "NP"}
+ON_TWO = {"in_flight": 4, "virtual_workers": 2}
+ON_NODES = {"in_flight": 1, "clock_distance": 0, "layout": "NP"}
 
 
 @pytest.mark.parametrize(
     ("layer", "num_workers", "options"),
-    [(Counter(), 1, FLUSHED), (Bag(), 1, FLUSHED), (Bag(), 1, NODES), (nn.Identity(), 2, FLUSHED)],
+    [(Counter(), 1, ON_TWO), (Bag(), 1, ON_TWO), (Bag(), 1, ON_NODES), (nn.Identity(), 2, ON_TWO)],
 )
 def test_layers_that_can_not_be_added_up_share_no_batch(
     fleet: Any, layer: nn.Module, num_workers: int, options: dict[str, Any]
