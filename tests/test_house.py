@@ -1,4 +1,4 @@
-"""The rules of the house: who may import what, no cycles, no module too long."""
+"""The rules of the house: who may import what, no cycles, and what tests know."""
 
 from __future__ import annotations
 
@@ -193,6 +193,39 @@ def is_public(name: str) -> bool:
     rooms = tuple(f"optuna_fleet.{room}" for room in PUBLIC)
     is_ours = name.split(".")[0] == "optuna_fleet"
     return not is_ours or f"{name}." in allowed or name in allowed or name.startswith(rooms)
+
+
+def test_most_tests_are_of_behaviour() -> None:
+    """Those that know internals, but for pure decisions, are in the way of who rebuilds these."""
+    paths = (ROOT.parent / "tests").rglob("test_*.py")
+    others = [path for path in paths if path.parent.name not in ("unit", "alloc")]
+    found = Counter(is_so for path in others for is_so in are_of_behaviour(path))
+    assert found[True] > found[False], found
+
+
+def are_of_behaviour(path: Path) -> Iterator[bool]:
+    """Of each test of a module: whether it gets by with public names and with what tests share."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    aliases = [(f"{node.module}.{alias.name}", alias) for node in imports for alias in node.names]
+    internals = {alias.asname or alias.name for name, alias in aliases if not is_public(name)}
+    uses = {n.name: used_by(n) for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for test in uses:
+        if test.startswith("test_"):
+            names, left = set[str](), {test}
+            while left:
+                names |= left
+                left = set[str]().union(*(uses.get(name, set()) for name in left)) - names
+            yield not (names & internals or any(map(is_private, names)))
+
+
+def used_by(node: ast.AST) -> set[str]:
+    """Names in a definition, fixtures too, and private attributes of others."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    found |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    attributes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    others = (each.attr for each in attributes if getattr(each.value, "id", "") != "self")
+    return {name for name in found if not is_private(name)} | set(filter(is_private, others))
 
 
 def test_unit_tests_are_of_pure_decisions() -> None:
