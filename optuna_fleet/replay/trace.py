@@ -237,7 +237,11 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     except OSError as error:
         raise FleetConfigError(f"{path} can't be read: {error.strerror or error}.") from error
     except Exception as error:  # NumPy raises many kinds
-        raise FleetConfigError(f"{path} is not a NumPy archive (.npz): {error}.") from error
+        # What NumPy says would have the user load it as a pickle.
+        raise FleetConfigError(
+            f"{path} is not a NumPy archive (.npz) of plain arrays, as `optuna-fleet record` "
+            "writes."
+        ) from error
     for name in _ARRAYS:
         if name not in arrays or arrays[name].ndim != 1:
             raise FleetConfigError(f"{path} has no array `{name}` of one dimension.")
